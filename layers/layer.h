@@ -1,0 +1,78 @@
+// The contract of a layer: it declares its parameters, what it saves for its backward and its
+// scratch as functions of the shapes; forward and backward are written out.
+//
+// Conventions that hold for every layer:
+//  * activations are [B, T, width] or, where positions don't matter, [B*T, width], f32;
+//  * parameter views come in the order of parameters(), [out, in] for matrices;
+//  * gradients of parameters are overwritten, never added to: one quantum, one gradient;
+//  * forward and backward allocate nothing.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "runtime/device.h"
+#include "runtime/memory.h"
+#include "runtime/view.h"
+
+namespace tessera {
+
+struct BatchShape {
+  std::int64_t batch = 0;   // sequences
+  std::int64_t length = 0;  // positions in each
+  std::int64_t rows() const { return batch * length; }
+};
+
+// One quantum's worth of data.
+struct Batch {
+  BatchShape shape;
+  View tokens;    // [B, T] u32
+  View labels;    // [B, T] i32; kNoLabel where the position doesn't count
+  View segments;  // [B, T] i32: the position at which this position's document starts (<= its own)
+};
+constexpr std::int32_t kNoLabel = -1;
+
+// How a parameter starts.
+struct Init {
+  enum class Kind : std::uint8_t { kNormal, kConstant, kUniform };
+  Kind kind = Kind::kNormal;
+  double scale = 0.0;  // standard deviation, value, or half-width around 0
+};
+
+struct ParameterSpec {
+  std::string name;  // within its unit's or layer's prefix: "q_proj.weight"
+  Shape shape;
+  Init init;
+  bool decay = true;  // weight decay applies
+};
+
+// What every call of a layer gets besides its input and output.
+struct LayerMemory {
+  std::span<const View> parameters;
+  std::span<const View> saved;    // as saved() declared; written by forward, read by backward
+  std::span<const View> scratch;  // as scratch() declared; contents undefined before and after
+};
+
+// A mixer or a feed-forward: [B, T, d] -> [B, T, d].
+class Layer {
+ public:
+  virtual ~Layer() = default;
+  virtual std::vector<ParameterSpec> parameters() const = 0;
+  virtual std::vector<BufferSpec> saved(BatchShape shape) const = 0;
+  virtual std::vector<BufferSpec> scratch(BatchShape shape) const = 0;
+  // Floating-point operations of one forward pass per token at this length (a multiply-add is
+  // two), averaged over the positions; the backward is counted as twice that.
+  virtual double flops_per_token(std::int64_t length) const = 0;
+
+  // in, out: [B*T, d]; out is overwritten and doesn't alias in.
+  virtual void forward(Queue& queue, const Batch& batch, const View& in, const View& out,
+                       const LayerMemory& memory) const = 0;
+  // d_in is overwritten and doesn't alias d_out; d_parameters are overwritten.
+  virtual void backward(Queue& queue, const Batch& batch, const View& in, const View& d_out,
+                        const View& d_in, std::span<const View> d_parameters,
+                        const LayerMemory& memory) const = 0;
+};
+
+}  // namespace tessera

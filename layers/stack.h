@@ -1,0 +1,119 @@
+// The model as a row of units: the embedding, the blocks, and the head with the final norm. A unit
+// is what is gathered, computed with and released as a whole. Source of the shape: docs/architecture.md.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "layers/layer.h"
+#include "layers/model.pb.h"
+
+namespace tessera {
+
+// One residual block: y = x + Mixer(RMSNorm(x)); x' = y + FeedForward(RMSNorm(y)).
+class Block {
+ public:
+  // Throws Error(kUsage) when the configuration can't be.
+  Block(const ModelConfig& config, std::int64_t layer);
+  ~Block();
+  Block(Block&&) noexcept;
+
+  const std::string& mixer_type() const;  // "full"
+  const Layer& mixer() const;
+  const Layer& feed_forward() const;
+
+  std::vector<ParameterSpec> parameters() const;  // names from "input_norm.weight" on
+  std::vector<BufferSpec> saved(BatchShape shape) const;
+  std::vector<BufferSpec> scratch(BatchShape shape) const;
+  double flops_per_token(std::int64_t length) const;
+
+  // x, out: [B*T, d]; x is kept by the caller until backward.
+  void forward(Queue& queue, const Batch& batch, const View& x, const View& out,
+               const LayerMemory& memory) const;
+  // d_x holds the gradient of the output on entry and of the input on return.
+  void backward(Queue& queue, const Batch& batch, const View& x, const View& d_x,
+                std::span<const View> d_parameters, const LayerMemory& memory) const;
+
+ private:
+  struct Parts;
+  std::unique_ptr<Parts> parts_;
+};
+
+// x = Embedding[tokens]; parameter: weight [V, d].
+class Embedding {
+ public:
+  explicit Embedding(const ModelConfig& config);
+  std::vector<ParameterSpec> parameters() const;
+  // Scratch of the backward, which sums each token's rows in order of position.
+  std::vector<BufferSpec> scratch(BatchShape shape) const;
+  void forward(Queue& queue, const Batch& batch, std::span<const View> parameters,
+               const View& x) const;
+  void backward(Queue& queue, const Batch& batch, const View& d_x,
+                std::span<const View> d_parameters, std::span<const View> scratch) const;
+
+ private:
+  std::int64_t vocabulary_, width_;
+  double deviation_;
+};
+
+// Final RMSNorm, the head's product and the cross-entropy, fused in chunks of positions so that
+// the logits never exist at once; parameters: norm.weight [d], lm_head.weight [V, d].
+class Head {
+ public:
+  explicit Head(const ModelConfig& config);
+  std::vector<ParameterSpec> parameters() const;
+  std::vector<BufferSpec> scratch(BatchShape shape) const;
+  double flops_per_token() const;
+  // The cross-entropy summed over the valid labels, in nats, formed in a fixed order in double.
+  double loss(Queue& queue, const Batch& batch, const View& x, std::span<const View> parameters,
+              std::span<const View> scratch) const;
+  // The same; and the gradient of (that sum * scale) into d_x [B*T, d] and d_parameters, both
+  // overwritten. A batch without a valid label gives 0 and zero gradients.
+  double loss_and_gradient(Queue& queue, const Batch& batch, const View& x, double scale,
+                           const View& d_x, std::span<const View> parameters,
+                           std::span<const View> d_parameters,
+                           std::span<const View> scratch) const;
+
+ private:
+  std::int64_t vocabulary_, width_;
+  double epsilon_, deviation_;
+};
+
+// One unit's parameters as the rest of the program sees them, with their full names.
+struct UnitSpec {
+  enum class Kind : std::uint8_t { kEmbedding, kBlock, kHead };
+  Kind kind = Kind::kBlock;
+  std::int64_t layer = 0;  // for blocks
+  std::string name;        // "embedding", "layers.3", "head"
+  std::vector<ParameterSpec> parameters;  // "model.layers.3.mixer.q_proj.weight"
+};
+
+class Stack {
+ public:
+  // Throws Error(kUsage) naming the field of the config that can't be.
+  explicit Stack(const ModelConfig& config);
+  const Embedding& embedding() const { return embedding_; }
+  const std::vector<Block>& blocks() const { return blocks_; }
+  const Head& head() const { return head_; }
+  std::vector<UnitSpec> units() const;
+  std::int64_t parameter_count() const;
+  double flops_per_token(std::int64_t length) const;  // one forward pass
+
+ private:
+  Embedding embedding_;
+  std::vector<Block> blocks_;
+  Head head_;
+};
+
+// The type of mixer of every layer. Throws Error(kUsage) for an empty or unknown one.
+std::vector<std::string> schedule_types(const Schedule& schedule);
+
+// Fills elements [begin, begin + values.count()) of a parameter (flat, row-major) as its init says,
+// from Philox keyed by (seed, name).
+void initialise(const ParameterSpec& parameter, std::uint64_t seed, std::int64_t begin,
+                const View& values);
+
+}  // namespace tessera

@@ -1,0 +1,110 @@
+// A device holds memory and runs work that is put on its queue. There is one kind today, the CPU,
+// whose queue runs work at once on its threads; the signatures are those that a GPU needs too.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "runtime/view.h"
+
+namespace tessera {
+
+class ProductCache;  // runtime/products.h: a worker's own prepared matrix products
+
+// One thread of a queue; what it owns is touched by nobody else while a piece runs.
+class Worker {
+ public:
+  Worker();
+  ~Worker();
+  Worker(const Worker&) = delete;
+  Worker& operator=(const Worker&) = delete;
+  ProductCache& products() { return *products_; }
+
+ private:
+  std::unique_ptr<ProductCache> products_;
+};
+
+// A point in a queue's work. On the CPU everything before it has already run.
+struct Event {
+  std::uint64_t sequence = 0;
+};
+
+// Runs pieces of work in order of submission. Not thread-safe: one thread submits.
+class Queue {
+ public:
+  explicit Queue(int threads);
+  ~Queue();
+  Queue(const Queue&) = delete;
+  Queue& operator=(const Queue&) = delete;
+
+  int threads() const { return static_cast<int>(workers_.size()); }
+  Worker& worker(int index) { return *workers_[static_cast<std::size_t>(index)]; }
+
+  // Calls body(piece, worker) for each piece in [0, pieces), shared out over the threads, and
+  // returns when all are done. Pieces are cut by shape, never by the number of threads, and write
+  // disjoint memory, so that results don't depend on it. A piece's exception is rethrown here.
+  // Allocates nothing.
+  template <class Body>
+  void parallel_for(std::int64_t pieces, const Body& body) {
+    run(pieces, [](const void* context, std::int64_t piece, Worker& worker) {
+      (*static_cast<const Body*>(context))(piece, worker);
+    }, &body);
+  }
+
+  // Bytes of equal views; the source may lie on another device when there is one.
+  void copy(const View& to, const View& from);
+  void fill_zero(const View& view);
+  Event record();
+  void wait(Event event);  // later work of this queue starts after the event
+  void synchronize();      // returns when all submitted work is done
+
+ private:
+  using Piece = void (*)(const void* context, std::int64_t piece, Worker& worker);
+  void run(std::int64_t pieces, Piece call, const void* context);
+  void work(int index);
+  void take_pieces(Worker& worker);
+
+  std::vector<std::unique_ptr<Worker>> workers_;
+  std::vector<std::thread> threads_;
+  std::mutex mutex_;
+  std::condition_variable start_, done_;
+  std::uint64_t generation_ = 0;
+  int active_ = 0;
+  bool stop_ = false;
+  Piece call_ = nullptr;
+  const void* context_ = nullptr;
+  std::int64_t pieces_ = 0;
+  std::atomic<std::int64_t> next_{0};
+  std::exception_ptr failure_;
+  std::uint64_t sequence_ = 0;
+};
+
+class Device {
+ public:
+  // threads >= 1; the calling thread is one of them.
+  explicit Device(int threads);
+  Queue& queue() { return queue_; }
+  // Zeroed memory that has been touched; on the CPU in huge pages where the system grants them.
+  // Throws kUsage, naming the amount, when there isn't that much.
+  std::byte* allocate(std::int64_t bytes);
+  void release(std::byte* memory, std::int64_t bytes);
+  std::string description() const;  // "CPU, 2 threads, AVX-512"
+
+ private:
+  Queue queue_;
+};
+
+// Must be called before MPI_Init: tells malloc to keep large blocks, so that the libraries' own
+// buffers are touched once and not at every call.
+void keep_large_allocations();
+
+// The instruction set that kernels run with, as the log states it.
+std::string instruction_set();
+
+}  // namespace tessera

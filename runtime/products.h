@@ -1,0 +1,38 @@
+// Matrix products on oneDNN under the CANONICAL rules: static shapes, one thread a library call,
+// work cut by shape. A row of a product has the same bits whatever the number of rows, and nothing
+// depends on the number of threads. All matrices are row-major with a stride between rows (in
+// elements); f32.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+
+#include "runtime/device.h"
+
+namespace tessera {
+
+struct Matrix {
+  float* data = nullptr;
+  std::int64_t rows = 0;
+  std::int64_t columns = 0;
+  std::int64_t stride = 0;  // elements from one row to the next, >= columns
+};
+// A view of rank >= 1 as [all but the last axis, last axis].
+Matrix matrix(const View& view);
+
+enum class Transpose : std::uint8_t { kNo, kYes };
+
+// On the calling worker's thread alone: C = op(A) op(B), or C += op(A) op(B). For use inside a
+// piece of parallel_for. Prepared products are kept, so a shape costs its creation once.
+void product(Worker& worker, Matrix a, Transpose transpose_a, Matrix b, Transpose transpose_b,
+             Matrix c, bool accumulate);
+
+// The three products of a linear layer, on all threads of the queue.
+//   y [M, N] = x [M, K] w' (w [N, K])
+void linear_forward(Queue& queue, Matrix x, Matrix w, Matrix y);
+//   d_x [M, K] = d_y [M, N] w, or added when `accumulate`
+void linear_backward_input(Queue& queue, Matrix d_y, Matrix w, Matrix d_x, bool accumulate);
+//   d_w [N, K] = d_y' x, or added when `accumulate`
+void linear_backward_weight(Queue& queue, Matrix d_y, Matrix x, Matrix d_w, bool accumulate);
+
+}  // namespace tessera

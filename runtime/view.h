@@ -1,0 +1,83 @@
+// A View is a shape and a pointer to row-major elements of one type. It owns nothing.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <initializer_list>
+#include <string>
+#include <vector>
+
+#include "runtime/error.h"
+
+namespace tessera {
+
+enum class DType : std::uint8_t { kF32, kF64, kI32, kU32, kI64 };
+
+std::int64_t size_of(DType dtype);
+const char* name_of(DType dtype);
+
+template <class T>
+DType dtype_of();
+template <>
+inline DType dtype_of<float>() { return DType::kF32; }
+template <>
+inline DType dtype_of<double>() { return DType::kF64; }
+template <>
+inline DType dtype_of<std::int32_t>() { return DType::kI32; }
+template <>
+inline DType dtype_of<std::uint32_t>() { return DType::kU32; }
+template <>
+inline DType dtype_of<std::int64_t>() { return DType::kI64; }
+
+// Up to four extents; no heap, so that views can be made inside a step.
+class Shape {
+ public:
+  static constexpr int kMaxRank = 4;
+  Shape() = default;
+  Shape(std::initializer_list<std::int64_t> extents);
+  explicit Shape(const std::vector<std::int64_t>& extents);
+  int rank() const { return rank_; }
+  std::int64_t operator[](int axis) const { return extents_[static_cast<std::size_t>(axis)]; }
+  std::int64_t count() const;  // elements; 1 for rank 0
+  bool operator==(const Shape& other) const = default;
+  std::string to_string() const;  // "[4, 512]"
+
+ private:
+  int rank_ = 0;
+  std::array<std::int64_t, kMaxRank> extents_{};
+};
+
+class View {
+ public:
+  View() = default;
+  View(DType dtype, Shape shape, void* data) : dtype_(dtype), shape_(shape), data_(data) {}
+  template <class T>
+  View(T* data, Shape shape) : dtype_(dtype_of<T>()), shape_(shape), data_(data) {}
+
+  DType dtype() const { return dtype_; }
+  const Shape& shape() const { return shape_; }
+  std::int64_t extent(int axis) const { return shape_[axis]; }
+  std::int64_t count() const { return shape_.count(); }
+  std::int64_t bytes() const { return count() * size_of(dtype_); }
+  bool empty() const { return data_ == nullptr; }
+  std::byte* raw() const { return static_cast<std::byte*>(data_); }
+
+  // The elements; throws kInternal when T isn't the view's type.
+  template <class T>
+  T* as() const {
+    TESSERA_CHECK(dtype_ == dtype_of<T>());
+    return static_cast<T*>(data_);
+  }
+  // The same elements under another shape of the same count.
+  View reshaped(Shape shape) const;
+  // Elements [begin, end) of the first axis.
+  View slice(std::int64_t begin, std::int64_t end) const;
+
+ private:
+  DType dtype_ = DType::kF32;
+  Shape shape_;
+  void* data_ = nullptr;
+};
+
+}  // namespace tessera
