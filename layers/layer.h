@@ -22,6 +22,7 @@ namespace tessera {
 struct BatchShape {
   std::int64_t batch = 0;   // sequences
   std::int64_t length = 0;  // positions in each
+  int threads = 1;          // of the queue; may shape the size of scratch, never a result
   std::int64_t rows() const { return batch * length; }
 };
 

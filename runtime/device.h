@@ -5,6 +5,7 @@
 #include <atomic>
 #include <condition_variable>
 #include <cstdint>
+#include <exception>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -20,13 +21,15 @@ class ProductCache;  // runtime/products.h: a worker's own prepared matrix produ
 // One thread of a queue; what it owns is touched by nobody else while a piece runs.
 class Worker {
  public:
-  Worker();
+  explicit Worker(int index);
   ~Worker();
   Worker(const Worker&) = delete;
   Worker& operator=(const Worker&) = delete;
+  int index() const { return index_; }  // in [0, threads)
   ProductCache& products() { return *products_; }
 
  private:
+  int index_;
   std::unique_ptr<ProductCache> products_;
 };
 
@@ -52,9 +55,12 @@ class Queue {
   // Allocates nothing.
   template <class Body>
   void parallel_for(std::int64_t pieces, const Body& body) {
-    run(pieces, [](const void* context, std::int64_t piece, Worker& worker) {
-      (*static_cast<const Body*>(context))(piece, worker);
-    }, &body);
+    run(
+        pieces,
+        [](const void* context, std::int64_t piece, Worker& worker) {
+          (*static_cast<const Body*>(context))(piece, worker);
+        },
+        &body);
   }
 
   // Bytes of equal views; the source may lie on another device when there is one.

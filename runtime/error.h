@@ -33,7 +33,7 @@ class Error : public std::runtime_error {
 
 }  // namespace tessera
 
-#define TESSERA_CHECK(condition)                                       \
-  do {                                                                 \
+#define TESSERA_CHECK(condition)                                             \
+  do {                                                                       \
     if (!(condition)) ::tessera::fail_check(__FILE__, __LINE__, #condition); \
   } while (false)

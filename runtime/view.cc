@@ -73,10 +73,18 @@ View View::slice(std::int64_t begin, std::int64_t end) const {
   View part = *this;
   Shape shape;
   switch (shape_.rank()) {
-    case 1: shape = {end - begin}; break;
-    case 2: shape = {end - begin, shape_[1]}; break;
-    case 3: shape = {end - begin, shape_[1], shape_[2]}; break;
-    default: shape = {end - begin, shape_[1], shape_[2], shape_[3]}; break;
+    case 1:
+      shape = {end - begin};
+      break;
+    case 2:
+      shape = {end - begin, shape_[1]};
+      break;
+    case 3:
+      shape = {end - begin, shape_[1], shape_[2]};
+      break;
+    default:
+      shape = {end - begin, shape_[1], shape_[2], shape_[3]};
+      break;
   }
   part.shape_ = shape;
   part.data_ = raw() + begin * row * size_of(dtype_);

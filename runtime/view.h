@@ -20,15 +20,25 @@ const char* name_of(DType dtype);
 template <class T>
 DType dtype_of();
 template <>
-inline DType dtype_of<float>() { return DType::kF32; }
+inline DType dtype_of<float>() {
+  return DType::kF32;
+}
 template <>
-inline DType dtype_of<double>() { return DType::kF64; }
+inline DType dtype_of<double>() {
+  return DType::kF64;
+}
 template <>
-inline DType dtype_of<std::int32_t>() { return DType::kI32; }
+inline DType dtype_of<std::int32_t>() {
+  return DType::kI32;
+}
 template <>
-inline DType dtype_of<std::uint32_t>() { return DType::kU32; }
+inline DType dtype_of<std::uint32_t>() {
+  return DType::kU32;
+}
 template <>
-inline DType dtype_of<std::int64_t>() { return DType::kI64; }
+inline DType dtype_of<std::int64_t>() {
+  return DType::kI64;
+}
 
 // Up to four extents; no heap, so that views can be made inside a step.
 class Shape {

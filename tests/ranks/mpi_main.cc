@@ -20,8 +20,9 @@ int main(int argc, char** argv) {
         if (result.failed()) {
           int rank = 0;
           MPI_Comm_rank(MPI_COMM_WORLD, &rank);
-          fprintf(stderr, "rank %d: %s:%d: %s\n", rank, result.file_name() ? result.file_name() : "?",
-                  result.line_number(), result.message());
+          fprintf(stderr, "rank %d: %s:%d: %s\n", rank,
+                  result.file_name() ? result.file_name() : "?", result.line_number(),
+                  result.message());
         }
       }
     };

@@ -1,0 +1,153 @@
+#include "runtime/device.h"
+
+#include <malloc.h>
+#include <omp.h>
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+
+#include "runtime/products_cache.h"
+
+namespace tessera {
+
+Worker::Worker(int index) : index_(index), products_(std::make_unique<ProductCache>()) {}
+Worker::~Worker() = default;
+
+Queue::Queue(int threads) {
+  TESSERA_CHECK(threads >= 1);
+  for (int i = 0; i < threads; ++i) workers_.push_back(std::make_unique<Worker>(i));
+  omp_set_num_threads(1);  // of this thread: a library call stays on the thread that makes it
+  for (int i = 1; i < threads; ++i) threads_.emplace_back([this, i] { work(i); });
+}
+
+Queue::~Queue() {
+  {
+    const std::lock_guard lock(mutex_);
+    stop_ = true;
+  }
+  start_.notify_all();
+  for (std::thread& thread : threads_) thread.join();
+}
+
+void Queue::take_pieces(Worker& worker) {
+  try {
+    for (std::int64_t piece = next_++; piece < pieces_; piece = next_++) {
+      call_(context_, piece, worker);
+    }
+  } catch (...) {
+    const std::lock_guard lock(mutex_);
+    if (!failure_) failure_ = std::current_exception();
+    next_ = pieces_;
+  }
+}
+
+void Queue::work(int index) {
+  omp_set_num_threads(1);
+  std::uint64_t seen = 0;
+  std::unique_lock lock(mutex_);
+  while (true) {
+    start_.wait(lock, [&] { return stop_ || generation_ != seen; });
+    if (stop_) return;
+    seen = generation_;
+    lock.unlock();
+    take_pieces(worker(index));
+    lock.lock();
+    if (--active_ == 0) done_.notify_one();
+  }
+}
+
+void Queue::run(std::int64_t pieces, Piece call, const void* context) {
+  ++sequence_;
+  if (threads_.empty() || pieces <= 1) {
+    for (std::int64_t piece = 0; piece < pieces; ++piece) call(context, piece, worker(0));
+    return;
+  }
+  {
+    const std::lock_guard lock(mutex_);
+    call_ = call;
+    context_ = context;
+    pieces_ = pieces;
+    next_ = 0;
+    failure_ = nullptr;
+    active_ = static_cast<int>(threads_.size());
+    ++generation_;
+  }
+  start_.notify_all();
+  take_pieces(worker(0));
+  std::unique_lock lock(mutex_);
+  done_.wait(lock, [&] { return active_ == 0; });
+  if (failure_) std::rethrow_exception(failure_);
+}
+
+namespace {
+constexpr std::int64_t kCopyPiece = std::int64_t{1} << 20;
+}
+
+void Queue::copy(const View& to, const View& from) {
+  TESSERA_CHECK(to.dtype() == from.dtype() && to.count() == from.count());
+  const std::int64_t bytes = to.bytes();
+  parallel_for((bytes + kCopyPiece - 1) / kCopyPiece, [&](std::int64_t piece, Worker&) {
+    const std::int64_t begin = piece * kCopyPiece;
+    std::memcpy(to.raw() + begin, from.raw() + begin,
+                static_cast<std::size_t>(std::min(kCopyPiece, bytes - begin)));
+  });
+}
+
+void Queue::fill_zero(const View& view) {
+  const std::int64_t bytes = view.bytes();
+  parallel_for((bytes + kCopyPiece - 1) / kCopyPiece, [&](std::int64_t piece, Worker&) {
+    const std::int64_t begin = piece * kCopyPiece;
+    std::memset(view.raw() + begin, 0,
+                static_cast<std::size_t>(std::min(kCopyPiece, bytes - begin)));
+  });
+}
+
+// On the CPU work has run when its submission returns.
+Event Queue::record() { return {sequence_}; }
+void Queue::wait(Event event) { TESSERA_CHECK(event.sequence <= sequence_); }
+void Queue::synchronize() {}
+
+Device::Device(int threads) : queue_(threads) {}
+
+std::byte* Device::allocate(std::int64_t bytes) {
+  const std::size_t size = static_cast<std::size_t>(std::max<std::int64_t>(bytes, 1));
+  void* memory = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (memory == MAP_FAILED) {
+    throw Error(ExitCode::kUsage, "out of memory: the system refused " + std::to_string(bytes) +
+                                      " bytes (" + std::strerror(errno) +
+                                      "); `tessera plan` shows what they are for");
+  }
+  madvise(memory, size, MADV_HUGEPAGE);
+  // Touched here, in pieces shared over the threads, so that no step pays for it.
+  queue_.fill_zero(View(DType::kF32, {static_cast<std::int64_t>(size) / 4}, memory));
+  return static_cast<std::byte*>(memory);
+}
+
+void Device::release(std::byte* memory, std::int64_t bytes) {
+  munmap(memory, static_cast<std::size_t>(std::max<std::int64_t>(bytes, 1)));
+}
+
+std::string Device::description() const {
+  const int threads = queue_.threads();
+  return "CPU, " + std::to_string(threads) + (threads == 1 ? " thread, " : " threads, ") +
+         instruction_set();
+}
+
+void keep_large_allocations() {
+  constexpr int kMegabyte = 1 << 20;
+  // glibc refuses an M_MMAP_THRESHOLD above 32 MiB, so mmap is turned off altogether.
+  mallopt(M_MMAP_MAX, 0);
+  mallopt(M_TRIM_THRESHOLD, 2047 * kMegabyte);
+  mallopt(M_TOP_PAD, 64 * kMegabyte);
+}
+
+std::string instruction_set() {
+  if (__builtin_cpu_supports("avx512bf16")) return "AVX-512 with bf16";
+  if (__builtin_cpu_supports("avx512f")) return "AVX-512";
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return "AVX2";
+  return "x86-64";
+}
+
+}  // namespace tessera

@@ -1,0 +1,241 @@
+#include "runtime/products.h"
+
+#include <dnnl.h>
+
+#include <algorithm>
+#include <array>
+#include <string>
+
+#include "runtime/memory.h"
+#include "runtime/products_cache.h"
+
+namespace tessera {
+namespace {
+
+void require(dnnl_status_t status, const char* call) {
+  if (status != dnnl_success) {
+    throw Error(ExitCode::kInternal, std::string("oneDNN: ") + call + " failed with status " +
+                                         std::to_string(static_cast<int>(status)));
+  }
+}
+
+dnnl_engine_t engine() {
+  static dnnl_engine_t the_engine = [] {
+    dnnl_engine_t made = nullptr;
+    require(dnnl_engine_create(&made, dnnl_cpu, 0), "dnnl_engine_create");
+    return made;
+  }();
+  return the_engine;
+}
+
+// A row-major matrix as the library sees it: its transpose is only a swap of strides.
+dnnl_memory_desc_t describe(std::int64_t rows, std::int64_t columns, std::int64_t stride,
+                            bool transpose) {
+  dnnl_memory_desc_t description;
+  dnnl_dims_t extents = {rows, columns};
+  dnnl_dims_t strides = {transpose ? 1 : stride, transpose ? stride : 1};
+  require(dnnl_memory_desc_init_by_strides(&description, 2, extents, dnnl_f32, strides),
+          "dnnl_memory_desc_init_by_strides");
+  return description;
+}
+
+}  // namespace
+
+// One primitive of static shape with its memory objects; the scratchpad is its own.
+struct PreparedProduct {
+  explicit PreparedProduct(const ProductKey& key) {
+    const dnnl_memory_desc_t a = describe(key.m, key.k, key.stride_a, key.transpose_a);
+    const dnnl_memory_desc_t b = describe(key.k, key.n, key.stride_b, key.transpose_b);
+    const dnnl_memory_desc_t c = describe(key.m, key.n, key.stride_c, false);
+    dnnl_matmul_desc_t operation;
+    require(dnnl_matmul_desc_init(&operation, &a, &b, nullptr, &c), "dnnl_matmul_desc_init");
+    dnnl_primitive_attr_t attributes = nullptr;
+    require(dnnl_primitive_attr_create(&attributes), "dnnl_primitive_attr_create");
+    require(dnnl_primitive_attr_set_scratchpad_mode(attributes, dnnl_scratchpad_mode_user),
+            "dnnl_primitive_attr_set_scratchpad_mode");
+    if (key.accumulate) {
+      dnnl_post_ops_t sum = nullptr;
+      require(dnnl_post_ops_create(&sum), "dnnl_post_ops_create");
+      require(dnnl_post_ops_append_sum(sum, 1.0F), "dnnl_post_ops_append_sum");
+      require(dnnl_primitive_attr_set_post_ops(attributes, sum),
+              "dnnl_primitive_attr_set_post_ops");
+      dnnl_post_ops_destroy(sum);
+    }
+    dnnl_primitive_desc_t description = nullptr;
+    require(dnnl_primitive_desc_create(&description, &operation, attributes, engine(), nullptr),
+            "dnnl_primitive_desc_create");
+    require(dnnl_primitive_create(&primitive, description), "dnnl_primitive_create");
+    const dnnl_memory_desc_t* scratch_description =
+        dnnl_primitive_desc_query_md(description, dnnl_query_scratchpad_md, 0);
+    require(dnnl_memory_create(&scratch, scratch_description, engine(), DNNL_MEMORY_ALLOCATE),
+            "dnnl_memory_create");
+    require(dnnl_memory_create(&memory_a, &a, engine(), DNNL_MEMORY_NONE), "dnnl_memory_create");
+    require(dnnl_memory_create(&memory_b, &b, engine(), DNNL_MEMORY_NONE), "dnnl_memory_create");
+    require(dnnl_memory_create(&memory_c, &c, engine(), DNNL_MEMORY_NONE), "dnnl_memory_create");
+    require(dnnl_stream_create(&stream, engine(), dnnl_stream_default_flags), "dnnl_stream_create");
+    dnnl_primitive_desc_destroy(description);
+    dnnl_primitive_attr_destroy(attributes);
+  }
+  ~PreparedProduct() {
+    dnnl_stream_destroy(stream);
+    for (dnnl_memory_t memory : {memory_a, memory_b, memory_c, scratch})
+      dnnl_memory_destroy(memory);
+    dnnl_primitive_destroy(primitive);
+  }
+  PreparedProduct(const PreparedProduct&) = delete;
+  PreparedProduct& operator=(const PreparedProduct&) = delete;
+
+  void run(float* a, float* b, float* c) {
+    require(dnnl_memory_set_data_handle(memory_a, a), "dnnl_memory_set_data_handle");
+    require(dnnl_memory_set_data_handle(memory_b, b), "dnnl_memory_set_data_handle");
+    require(dnnl_memory_set_data_handle(memory_c, c), "dnnl_memory_set_data_handle");
+    const std::array<dnnl_exec_arg_t, 4> arguments = {{{DNNL_ARG_SRC, memory_a},
+                                                       {DNNL_ARG_WEIGHTS, memory_b},
+                                                       {DNNL_ARG_DST, memory_c},
+                                                       {DNNL_ARG_SCRATCHPAD, scratch}}};
+    require(dnnl_primitive_execute(primitive, stream, static_cast<int>(arguments.size()),
+                                   arguments.data()),
+            "dnnl_primitive_execute");
+  }
+
+  dnnl_primitive_t primitive = nullptr;
+  dnnl_memory_t memory_a = nullptr, memory_b = nullptr, memory_c = nullptr, scratch = nullptr;
+  dnnl_stream_t stream = nullptr;
+};
+
+namespace {
+
+std::size_t hash_of(const ProductKey& key) {
+  std::uint64_t hash = 0;
+  for (const std::int64_t word : {key.m, key.n, key.k, key.stride_a, key.stride_b, key.stride_c,
+                                  static_cast<std::int64_t>(key.transpose_a) |
+                                      static_cast<std::int64_t>(key.transpose_b) << 1 |
+                                      static_cast<std::int64_t>(key.accumulate) << 2}) {
+    hash = (hash ^ static_cast<std::uint64_t>(word)) * 0x9E3779B97F4A7C15;
+    hash ^= hash >> 29;
+  }
+  return hash;
+}
+
+}  // namespace
+
+ProductCache::ProductCache() : slots_(64) {}
+ProductCache::~ProductCache() = default;
+
+PreparedProduct& ProductCache::find_or_prepare(const ProductKey& key) {
+  std::size_t slot = hash_of(key) & (slots_.size() - 1);
+  while (slots_[slot].product) {
+    if (slots_[slot].key == key) return *slots_[slot].product;
+    slot = (slot + 1) & (slots_.size() - 1);
+  }
+  if (2 * (used_ + 1) > slots_.size()) {
+    grow();
+    return find_or_prepare(key);
+  }
+  slots_[slot] = {key, std::make_unique<PreparedProduct>(key)};
+  ++used_;
+  return *slots_[slot].product;
+}
+
+void ProductCache::grow() {
+  std::vector<Slot> old(2 * slots_.size());
+  old.swap(slots_);
+  for (Slot& entry : old) {
+    if (!entry.product) continue;
+    std::size_t slot = hash_of(entry.key) & (slots_.size() - 1);
+    while (slots_[slot].product) slot = (slot + 1) & (slots_.size() - 1);
+    slots_[slot] = std::move(entry);
+  }
+}
+
+Matrix matrix(const View& view) {
+  const Shape& shape = view.shape();
+  TESSERA_CHECK(shape.rank() >= 1);
+  const std::int64_t columns = shape[shape.rank() - 1];
+  return {view.as<float>(), columns == 0 ? 0 : view.count() / columns, columns, columns};
+}
+
+void product(Worker& worker, Matrix a, Transpose transpose_a, Matrix b, Transpose transpose_b,
+             Matrix c, bool accumulate) {
+  const bool ta = transpose_a == Transpose::kYes;
+  const bool tb = transpose_b == Transpose::kYes;
+  const std::int64_t m = ta ? a.columns : a.rows;
+  const std::int64_t k = ta ? a.rows : a.columns;
+  const std::int64_t n = tb ? b.rows : b.columns;
+  TESSERA_CHECK(k == (tb ? b.columns : b.rows) && m == c.rows && n == c.columns);
+  if (m == 0 || n == 0) return;
+  if (k == 0) {
+    if (accumulate) return;
+    for (std::int64_t i = 0; i < m; ++i) std::fill_n(c.data + i * c.stride, n, 0.0F);
+    return;
+  }
+  worker.products()
+      .find_or_prepare({m, n, k, a.stride, b.stride, c.stride, ta, tb, accumulate})
+      .run(a.data, b.data, c.data);
+}
+
+namespace {
+
+// Pieces of a product's output. Fixed numbers: the cut depends on the shape alone.
+constexpr std::int64_t kPieceRows = 128;
+constexpr std::int64_t kPieceColumns = 1024;
+
+struct Cut {
+  std::int64_t pieces, size;
+  std::int64_t begin(std::int64_t i) const { return i * size; }
+};
+
+Cut cut(std::int64_t extent, std::int64_t size) { return {(extent + size - 1) / size, size}; }
+
+Matrix block(Matrix from, std::int64_t row, std::int64_t rows, std::int64_t column,
+             std::int64_t columns) {
+  return {from.data + row * from.stride + column, rows, columns, from.stride};
+}
+
+}  // namespace
+
+void linear_forward(Queue& queue, Matrix x, Matrix w, Matrix y) {
+  TESSERA_CHECK(x.rows == y.rows && x.columns == w.columns && w.rows == y.columns);
+  const Cut rows = cut(y.rows, kPieceRows);
+  const Cut columns = cut(y.columns, kPieceColumns);
+  queue.parallel_for(rows.pieces * columns.pieces, [&](std::int64_t piece, Worker& worker) {
+    const std::int64_t row = rows.begin(piece / columns.pieces);
+    const std::int64_t column = columns.begin(piece % columns.pieces);
+    const std::int64_t m = std::min(rows.size, y.rows - row);
+    const std::int64_t n = std::min(columns.size, y.columns - column);
+    product(worker, block(x, row, m, 0, x.columns), Transpose::kNo,
+            block(w, column, n, 0, w.columns), Transpose::kYes, block(y, row, m, column, n), false);
+  });
+}
+
+void linear_backward_input(Queue& queue, Matrix d_y, Matrix w, Matrix d_x, bool accumulate) {
+  TESSERA_CHECK(d_y.rows == d_x.rows && d_y.columns == w.rows && w.columns == d_x.columns);
+  const Cut rows = cut(d_x.rows, kPieceRows);
+  const Cut columns = cut(d_x.columns, kPieceColumns);
+  queue.parallel_for(rows.pieces * columns.pieces, [&](std::int64_t piece, Worker& worker) {
+    const std::int64_t row = rows.begin(piece / columns.pieces);
+    const std::int64_t column = columns.begin(piece % columns.pieces);
+    const std::int64_t m = std::min(rows.size, d_x.rows - row);
+    const std::int64_t n = std::min(columns.size, d_x.columns - column);
+    product(worker, block(d_y, row, m, 0, d_y.columns), Transpose::kNo,
+            block(w, 0, w.rows, column, n), Transpose::kNo, block(d_x, row, m, column, n),
+            accumulate);
+  });
+}
+
+void linear_backward_weight(Queue& queue, Matrix d_y, Matrix x, Matrix d_w, bool accumulate) {
+  TESSERA_CHECK(d_y.rows == x.rows && d_y.columns == d_w.rows && x.columns == d_w.columns);
+  const Cut rows = cut(d_w.rows, kPieceRows);
+  const Cut columns = cut(d_w.columns, kPieceColumns);
+  queue.parallel_for(rows.pieces * columns.pieces, [&](std::int64_t piece, Worker& worker) {
+    const std::int64_t row = rows.begin(piece / columns.pieces);
+    const std::int64_t column = columns.begin(piece % columns.pieces);
+    const std::int64_t m = std::min(rows.size, d_w.rows - row);
+    const std::int64_t n = std::min(columns.size, d_w.columns - column);
+    product(worker, block(d_y, 0, d_y.rows, row, m), Transpose::kYes,
+            block(x, 0, x.rows, column, n), Transpose::kNo, block(d_w, row, m, column, n),
+            accumulate);
+  });
+}
+
+}  // namespace tessera

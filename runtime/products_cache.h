@@ -1,0 +1,36 @@
+// A worker's prepared matrix products. Private to runtime/.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+namespace tessera {
+
+struct PreparedProduct;
+
+struct ProductKey {
+  std::int64_t m, n, k;
+  std::int64_t stride_a, stride_b, stride_c;
+  bool transpose_a, transpose_b, accumulate;
+  bool operator==(const ProductKey&) const = default;
+};
+
+// Open addressing by a hash of the key: a lookup allocates nothing.
+class ProductCache {
+ public:
+  ProductCache();
+  ~ProductCache();
+  PreparedProduct& find_or_prepare(const ProductKey& key);
+
+ private:
+  void grow();
+  struct Slot {
+    ProductKey key{};
+    std::unique_ptr<PreparedProduct> product;
+  };
+  std::vector<Slot> slots_;
+  std::size_t used_ = 0;
+};
+
+}  // namespace tessera
