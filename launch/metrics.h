@@ -1,0 +1,82 @@
+// metrics.jsonl, and the progress line on the terminal.
+#pragma once
+
+#include <cstdint>
+#include <deque>
+#include <fstream>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace tessera {
+
+// One training step. A value that isn't known (mfu without a known peak) is nullopt.
+struct StepMetrics {
+  std::int64_t step = 0;    // counted from 0
+  std::int64_t tokens = 0;  // trained on since the run began, with this step
+  std::int64_t sample = 0;  // number of the step's first sample
+  double loss = 0.0;        // cross-entropy, nats per valid label
+  double learning_rate = 0.0;
+  double grad_norm = 0.0;  // before clipping
+  double seconds = 0.0;    // of the step, wall clock
+  double tokens_per_second = 0.0;
+  std::optional<double> mfu;      // share of the machine's peak, 0 to 1
+  double gather_seconds = 0.0;    // waited for parameters
+  double reduce_seconds = 0.0;    // waited for gradients and other sums
+  double exchange_seconds = 0.0;  // waited for tokens of experts
+  double data_seconds = 0.0;      // waited for the loader
+};
+
+struct ValidationMetrics {
+  std::int64_t step = 0;  // the last training step before it
+  std::int64_t tokens = 0;
+  // Component's name and its cross-entropy in nats per label, in the recipe's order.
+  std::vector<std::pair<std::string, double>> validation_loss;
+  double seconds = 0.0;
+};
+
+// Writes metrics.jsonl: one object a line, flushed line by line. Numbers read back as the same
+// double; one that isn't finite is null. Not thread-safe. Rank 0 alone has one.
+class MetricsFile {
+ public:
+  // Opens `path` for appending and makes it if need be. `next_step` is the first step that this
+  // start will run: what earlier starts wrote of that step and later ones is cut, with a `stopped`
+  // line or half a line at the end; the rest stays byte for byte. Throws Error(kCheckpoint)
+  // naming the file when it can't be read or written.
+  MetricsFile(const std::string& path, std::int64_t next_step);
+  void write(const StepMetrics& metrics);
+  void write(const ValidationMetrics& metrics);
+  // The last line of a run: {"stopped": reason, "step": steps done}; reasons are "done", "signal",
+  // "stop_at_step", "numerics".
+  void write_stopped(const std::string& reason, std::int64_t steps_done);
+
+ private:
+  void write_line(const std::string& line);
+
+  std::string path_;
+  std::ofstream file_;
+};
+
+// The time left of a run, from the tokens per second of its recent steps.
+class Progress {
+ public:
+  // `tokens_left` when this start begins.
+  Progress(std::int64_t total_steps, std::int64_t tokens_left);
+  // After each step: its tokens and wall-clock seconds.
+  void step_done(std::int64_t tokens, double seconds);
+  // Over the last 20 steps of this start; 0 before the first. The start's first step, which warms
+  // up, counts only while it is the only one.
+  double tokens_per_second() const;
+  double seconds_left() const;  // 0 before the first step
+  // "step 120/2000  loss 3.1416  lr 3.00e-04  8,120 tokens/s  mfu 41.2 %  12 min 30 s left"
+  std::string line(const StepMetrics& metrics) const;
+
+ private:
+  std::int64_t total_steps_;
+  std::int64_t tokens_left_;
+  bool warm_ = false;
+  std::deque<std::pair<std::int64_t, double>> recent_;
+};
+
+}  // namespace tessera

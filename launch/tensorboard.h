@@ -1,0 +1,38 @@
+// TensorBoard event files: TFRecord frames (length, masked CRC-32C of it, data, masked CRC-32C)
+// around protobuf events.
+#pragma once
+
+#include <cstdint>
+#include <fstream>
+#include <string>
+#include <string_view>
+
+#include "launch/metrics.h"
+
+namespace tessera {
+
+// CRC-32C (Castagnoli), and TFRecord's mask over it: rotated right by 15 bits plus 0xa282ead8.
+std::uint32_t crc32c(std::string_view bytes);
+std::uint32_t masked_crc32c(std::string_view bytes);
+
+// One event file of one start of a run. Not thread-safe. Rank 0 alone has one.
+class TensorBoardWriter {
+ public:
+  // Makes the folder and a new event file in it, numbered after those that are there. A
+  // `next_step` above 0 begins with a session start, which makes TensorBoard drop what earlier
+  // files say of that step and later ones. Throws Error(kCheckpoint) naming the file.
+  TensorBoardWriter(const std::string& folder, std::int64_t next_step);
+  // Scalars loss, learning_rate, grad_norm, tokens_per_second, and mfu where it is known.
+  void write(const StepMetrics& metrics);
+  // Scalars validation/NAME.
+  void write(const ValidationMetrics& metrics);
+
+ private:
+  void write_scalar(const std::string& tag, std::int64_t step, double value);
+  void write_record(const std::string& data);
+
+  std::string path_;
+  std::ofstream file_;
+};
+
+}  // namespace tessera
