@@ -137,6 +137,12 @@ PreparedProduct& ProductCache::find_or_prepare(const ProductKey& key) {
   return *slots_[slot].product;
 }
 
+float* ProductCache::scratch(std::size_t which, std::int64_t count) {
+  std::vector<float>& room = scratch_[which];
+  if (room.size() < static_cast<std::size_t>(count)) room.resize(static_cast<std::size_t>(count));
+  return room.data();
+}
+
 void ProductCache::grow() {
   std::vector<Slot> old(2 * slots_.size());
   old.swap(slots_);
@@ -176,6 +182,39 @@ void product(Worker& worker, Matrix a, Transpose transpose_a, Matrix b, Transpos
 
 namespace {
 
+void copy_rows(Matrix to, Matrix from) {
+  for (std::int64_t row = 0; row < from.rows; ++row) {
+    std::copy_n(from.data + row * from.stride, from.columns, to.data + row * to.stride);
+  }
+}
+
+}  // namespace
+
+void product_of_rows(Worker& worker, std::int64_t tile_rows, Matrix a, Matrix b,
+                     Transpose transpose_b, Matrix c, bool accumulate) {
+  TESSERA_CHECK(a.rows <= tile_rows && a.rows == c.rows);
+  if (a.rows == tile_rows) {
+    product(worker, a, Transpose::kNo, b, transpose_b, c, accumulate);
+    return;
+  }
+  // The scratch has the operands' own strides, so that the prepared product is the very same.
+  Matrix padded_a = {worker.products().scratch(0, tile_rows * a.stride), tile_rows, a.columns,
+                     a.stride};
+  Matrix padded_c = {worker.products().scratch(1, tile_rows * c.stride), tile_rows, c.columns,
+                     c.stride};
+  for (std::int64_t row = a.rows; row < tile_rows; ++row) {
+    std::fill_n(padded_a.data + row * a.stride, a.columns, 0.0F);
+    std::fill_n(padded_c.data + row * c.stride, c.columns, 0.0F);
+  }
+  copy_rows(padded_a, a);
+  if (accumulate) copy_rows(padded_c, c);
+  product(worker, padded_a, Transpose::kNo, b, transpose_b, padded_c, accumulate);
+  padded_c.rows = c.rows;
+  copy_rows(c, padded_c);
+}
+
+namespace {
+
 // Pieces of a product's output. Fixed numbers: the cut depends on the shape alone.
 constexpr std::int64_t kPieceRows = 128;
 constexpr std::int64_t kPieceColumns = 1024;
@@ -203,8 +242,9 @@ void linear_forward(Queue& queue, Matrix x, Matrix w, Matrix y) {
     const std::int64_t column = columns.begin(piece % columns.pieces);
     const std::int64_t m = std::min(rows.size, y.rows - row);
     const std::int64_t n = std::min(columns.size, y.columns - column);
-    product(worker, block(x, row, m, 0, x.columns), Transpose::kNo,
-            block(w, column, n, 0, w.columns), Transpose::kYes, block(y, row, m, column, n), false);
+    product_of_rows(worker, kPieceRows, block(x, row, m, 0, x.columns),
+                    block(w, column, n, 0, w.columns), Transpose::kYes, block(y, row, m, column, n),
+                    false);
   });
 }
 
@@ -217,9 +257,9 @@ void linear_backward_input(Queue& queue, Matrix d_y, Matrix w, Matrix d_x, bool 
     const std::int64_t column = columns.begin(piece % columns.pieces);
     const std::int64_t m = std::min(rows.size, d_x.rows - row);
     const std::int64_t n = std::min(columns.size, d_x.columns - column);
-    product(worker, block(d_y, row, m, 0, d_y.columns), Transpose::kNo,
-            block(w, 0, w.rows, column, n), Transpose::kNo, block(d_x, row, m, column, n),
-            accumulate);
+    product_of_rows(worker, kPieceRows, block(d_y, row, m, 0, d_y.columns),
+                    block(w, 0, w.rows, column, n), Transpose::kNo, block(d_x, row, m, column, n),
+                    accumulate);
   });
 }
 

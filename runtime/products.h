@@ -23,9 +23,17 @@ Matrix matrix(const View& view);
 enum class Transpose : std::uint8_t { kNo, kYes };
 
 // On the calling worker's thread alone: C = op(A) op(B), or C += op(A) op(B). For use inside a
-// piece of parallel_for. Prepared products are kept, so a shape costs its creation once.
+// piece of parallel_for. Prepared products are kept, so a shape costs its creation once. The
+// bits of a row may depend on the shape: see product_of_rows.
 void product(Worker& worker, Matrix a, Transpose transpose_a, Matrix b, Transpose transpose_b,
              Matrix c, bool accumulate);
+
+// C = A op(B), or C += A op(B), computed with exactly `tile_rows` rows (A's missing ones are zeros
+// in the worker's own scratch; a.rows <= tile_rows). The library picks its kernel by shape and
+// stride, and different kernels round differently: a row has the same bits for every number of rows
+// only when the shape that computes it is the same. Tails of row tiles go through this.
+void product_of_rows(Worker& worker, std::int64_t tile_rows, Matrix a, Matrix b,
+                     Transpose transpose_b, Matrix c, bool accumulate);
 
 // The three products of a linear layer, on all threads of the queue.
 //   y [M, N] = x [M, K] w' (w [N, K])

@@ -1,6 +1,8 @@
 // A worker's prepared matrix products. Private to runtime/.
 #pragma once
 
+#include <array>
+#include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <vector>
@@ -22,6 +24,9 @@ class ProductCache {
   ProductCache();
   ~ProductCache();
   PreparedProduct& find_or_prepare(const ProductKey& key);
+  // Room for `count` floats; kept, so that a size is allocated once. Two are enough: an operand
+  // and a result.
+  float* scratch(std::size_t which, std::int64_t count);
 
  private:
   void grow();
@@ -31,6 +36,7 @@ class ProductCache {
   };
   std::vector<Slot> slots_;
   std::size_t used_ = 0;
+  std::array<std::vector<float>, 2> scratch_;
 };
 
 }  // namespace tessera
