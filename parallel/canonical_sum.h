@@ -1,0 +1,121 @@
+// The sum over a step's quanta whose order is fixed by the data: a binary tree over the bits of the
+// quantum's number, lowest bit first, in which a missing right child passes the left one through.
+// The same bits on any number of ranks and under both policies.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "parallel/communicator.h"
+#include "parallel/sharding.h"
+#include "runtime/device.h"
+#include "runtime/memory.h"
+#include "runtime/view.h"
+
+namespace tessera {
+
+enum class Accumulate : std::uint8_t {
+  kSharded,  // every quantum's gradient goes to the owners of its slices at once: least memory
+  kLocal,    // a rank sums its own run of quanta first, then one exchange a step: least traffic
+};
+
+// Which quanta each rank computes. kSharded: round k gives quantum k*W + r to rank r. kLocal: rank
+// r's are the run [r*Q div W, (r+1)*Q div W), one a round.
+class QuantumShare {
+ public:
+  static constexpr std::int64_t kNone = -1;
+
+  QuantumShare(Accumulate policy, std::int64_t quanta, int ranks);
+  // With one rank there is nothing to exchange and both policies are kSharded.
+  Accumulate policy() const { return policy_; }
+  std::int64_t quanta() const { return quanta_; }
+  int ranks() const { return ranks_; }
+  // Every rank goes through all rounds, since gathers and exchanges need every rank.
+  std::int64_t rounds() const;
+  std::int64_t quantum(std::int64_t round, int rank) const;  // kNone: the rank has none
+  std::int64_t count(int rank) const;                        // quanta of a rank
+
+ private:
+  Accumulate policy_;
+  std::int64_t quanta_;
+  int ranks_;
+};
+
+// A whole aligned subtree: the sum of the quanta [begin, begin + 2^level) that exist.
+struct TreeNode {
+  std::int64_t begin = 0;
+  int level = 0;
+  bool operator==(const TreeNode&) const = default;
+};
+// The largest aligned subtrees that make up the run [begin, end) of quanta, in order.
+std::vector<TreeNode> tree_nodes(std::int64_t begin, std::int64_t end);
+
+// A binary counter of partial sums: nodes are pushed in order of their quanta, siblings are added.
+class TreeAccumulator {
+ public:
+  // The buffers of `count` f32 each that pushing these nodes takes.
+  static std::int64_t buffers_needed(std::span<const TreeNode> nodes);
+
+  TreeAccumulator(Queue& queue, std::vector<View> buffers);
+  // `values` is read only and may be reused after the call.
+  void push(const TreeNode& node, const View& values);
+  // The partial sums in order of their quanta, valid until the next push.
+  std::span<const View> nodes() const { return {buffers_.data(), nodes_.size()}; }
+  // Adds up what is left; needs at least one push. Valid until the next push, which starts anew
+  // after clear().
+  View finish();
+  void clear() { nodes_.clear(); }
+
+ private:
+  Queue& queue_;
+  std::vector<View> buffers_;    // the first nodes_.size() hold the partial sums
+  std::vector<TreeNode> nodes_;  // a stack
+};
+
+// The canonical sum of one unit's gradient, step after step.
+class CanonicalSum {
+ public:
+  // What a rank needs for one unit, to be granted to the constructor in this order. Held from a
+  // step's first push until its result has been used.
+  static std::vector<BufferSpec> buffers(const UnitLayout& layout, const QuantumShare& share,
+                                         int rank);
+  // Used within push and finish only, so one of the largest size serves all units; [0] when W is 1.
+  static BufferSpec workspace(const UnitLayout& layout, const QuantumShare& share, int rank);
+
+  // Layout, communicator and queue outlive this.
+  CanonicalSum(const UnitLayout& layout, const QuantumShare& share, Communicator& communicator,
+               Queue& queue, std::vector<View> buffers, View workspace);
+
+  // The gradient [layout.count()] f32 of this rank's quantum of the next round, padding zero; or an
+  // empty View when the share gives this rank none. Read only; free for reuse on return. Collective
+  // under kSharded.
+  void push(const View& gradient);
+  // After all rounds: this rank's slice [slice.count()] of the sum, valid until the next push.
+  // Collective under kLocal. The next push starts another step.
+  View finish();
+
+ private:
+  void push_round(const View& gradient);
+  void reduce_nodes();
+
+  const UnitLayout& layout_;
+  QuantumShare share_;
+  Communicator& communicator_;
+  Slice slice_;
+  View workspace_;
+  TreeAccumulator local_;    // kLocal: whole units, this rank's run
+  TreeAccumulator sharded_;  // this rank's slice
+  std::int64_t round_ = 0;
+  std::vector<Communicator::Message> sends_, receives_;
+};
+
+// The same tree over numbers, for losses; 0 for none.
+double tree_sum(std::span<const double> values);
+// Collective. `mine` holds one value for each of this rank's quanta, in order of rounds; returns
+// the values of all quanta, in order of quanta.
+std::vector<double> gather_quanta(Communicator& communicator, const QuantumShare& share,
+                                  std::span<const double> mine);
+
+}  // namespace tessera

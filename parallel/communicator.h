@@ -1,0 +1,123 @@
+// Transport between ranks: MPI on host memory. All sizes are 64-bit; what is larger than MPI's
+// counts allow is cut. Every rank of a communicator makes the same calls in the same order.
+#pragma once
+
+#include <mpi.h>
+
+#include <array>
+#include <climits>
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "runtime/activity.h"
+#include "runtime/error.h"
+#include "runtime/view.h"
+
+namespace tessera {
+
+// MPI's lifetime. keep_large_allocations() (runtime/device.h) comes first, in main.
+class MpiSession {
+ public:
+  // MPI_THREAD_MULTIPLE, since the watchdog's thread may abort while the main thread waits in an
+  // operation; throws Error(kCommunication) when MPI grants less.
+  MpiSession(int* argc, char*** argv);
+  ~MpiSession();
+  MpiSession(const MpiSession&) = delete;
+  MpiSession& operator=(const MpiSession&) = delete;
+
+  // Ends all ranks of the job at once, whatever they are doing; from any thread.
+  [[noreturn]] static void abort(ExitCode code);
+};
+
+// What a transfer is counted as.
+enum class Traffic : std::uint8_t { kGather, kReduce, kControl };
+constexpr std::size_t kTrafficKinds = 3;
+const char* name_of(Traffic traffic);  // "gather", "reduce", "control"
+
+struct TrafficCount {
+  std::int64_t calls = 0;
+  std::int64_t bytes_sent = 0;  // to other ranks
+  double seconds = 0.0;         // from the call to its return: transfer and waiting for peers
+};
+
+enum class Reduction : std::uint8_t { kSum, kMin, kMax };
+
+// Owns a duplicate of an MPI communicator. Not thread-safe. A failed operation throws
+// Error(kCommunication) naming the operation, the unit and, where MPI tells, the peer; the job can
+// then only be aborted. `unit` names what is moved, for messages and the watchdog.
+class Communicator {
+ public:
+  // Collective over `parent`. `activity`, if given, outlives this and is told of every operation
+  // before and after. `count_limit` is the largest count that an MPI call is given.
+  explicit Communicator(MPI_Comm parent, Activity* activity = nullptr,
+                        std::int64_t count_limit = INT_MAX);
+  ~Communicator();
+  Communicator(const Communicator&) = delete;
+  Communicator& operator=(const Communicator&) = delete;
+
+  int rank() const { return rank_; }
+  int size() const { return size_; }
+  const std::string& host() const { return hosts_[static_cast<std::size_t>(rank_)]; }
+  const std::vector<std::string>& hosts() const { return hosts_; }  // by rank
+  MPI_Comm handle() const { return comm_; }
+
+  // A flat array in `size()` slices, rank r's being elements [bounds[r], bounds[r + 1]) of `whole`
+  // (any of them may be empty): every rank's slice to all. `mine` is this rank's slice and may be
+  // its place in `whole`.
+  void all_gather_slices(Traffic traffic, std::string_view unit,
+                         std::span<const std::int64_t> bounds, const View& mine, const View& whole);
+
+  // One message of an exchange. Both sides know its size; an empty one isn't sent.
+  struct Message {
+    int peer = 0;
+    std::byte* data = nullptr;
+    std::int64_t bytes = 0;
+  };
+  // Sends and receives all messages; between two ranks they match in order. Messages to oneself are
+  // copied.
+  void exchange(Traffic traffic, std::string_view unit, std::span<const Message> sends,
+                std::span<const Message> receives);
+
+  // In place, element by element.
+  void all_reduce(std::string_view unit, Reduction reduction, std::span<std::int64_t> values);
+  std::int64_t all_reduce(std::string_view unit, Reduction reduction, std::int64_t value);
+  // Every rank's values, by rank; the numbers of values may differ. For short vectors of doubles:
+  // whoever sums them does it in an order of its own, the same on every rank.
+  std::vector<std::vector<double>> all_gather_values(std::string_view unit,
+                                                     std::span<const double> mine);
+  std::vector<std::string> all_gather_strings(std::string_view unit, const std::string& mine);
+  // Overwrites `bytes` (same size everywhere) or `text` on all ranks but `root`.
+  void broadcast(std::string_view unit, std::span<std::byte> bytes, int root);
+  void broadcast(std::string_view unit, std::string& text, int root);
+  void barrier(std::string_view unit);
+  // Throws the first rank's error on all ranks, if any rank has one ("": none).
+  void agree(std::string_view unit, ExitCode code, const std::string& error);
+
+  const TrafficCount& traffic(Traffic kind) const {
+    return traffic_[static_cast<std::size_t>(kind)];
+  }
+  void reset_traffic() { traffic_ = {}; }
+
+ private:
+  class Operation;
+  void check(int code, const char* operation, std::string_view unit, int peer) const;
+  void transfer(const char* operation, std::string_view unit, std::span<const Message> sends,
+                std::span<const Message> receives, TrafficCount& count);
+
+  MPI_Comm comm_ = MPI_COMM_NULL;
+  Activity* activity_ = nullptr;
+  std::int64_t count_limit_;
+  int rank_ = 0;
+  int size_ = 1;
+  std::vector<std::string> hosts_;
+  std::array<TrafficCount, kTrafficKinds> traffic_{};
+  std::vector<MPI_Request> requests_;
+  std::vector<MPI_Status> statuses_;
+  std::vector<int> request_peers_;
+};
+
+}  // namespace tessera
