@@ -18,10 +18,11 @@ std::uint32_t masked_crc32c(std::string_view bytes);
 // One event file of one start of a run. Not thread-safe. Rank 0 alone has one.
 class TensorBoardWriter {
  public:
-  // Makes the folder and a new event file in it, numbered after those that are there. A
-  // `next_step` above 0 begins with a session start, which makes TensorBoard drop what earlier
-  // files say of that step and later ones. Throws Error(kCheckpoint) naming the file.
-  TensorBoardWriter(const std::string& folder, std::int64_t next_step);
+  // Makes the folder and a new event file in it, numbered after those that are there. It begins
+  // with a session start, which makes TensorBoard drop what earlier files say of steps after
+  // `steps_done`, the step of the checkpoint that this start resumes from, or 0. Throws
+  // Error(kCheckpoint) naming the file.
+  TensorBoardWriter(const std::string& folder, std::int64_t steps_done);
   // Scalars loss, learning_rate, grad_norm, tokens_per_second, and mfu where it is known.
   void write(const StepMetrics& metrics);
   // Scalars validation/NAME.

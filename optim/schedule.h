@@ -19,4 +19,7 @@ namespace tessera {
 // on. Throws kInternal for a negative step.
 double learning_rate(const OptimConfig& config, std::int64_t step, std::int64_t total_steps);
 
+// Throws Error(kUsage) naming the field when the parts of the schedule don't fit into total_steps.
+void check_schedule(const OptimConfig& config, std::int64_t total_steps);
+
 }  // namespace tessera
