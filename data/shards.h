@@ -30,7 +30,9 @@ Manifest read_manifest(const std::string& folder);
 // bytes. Empty when all is well.
 std::vector<std::string> check_sizes(const std::string& folder, const Manifest& manifest);
 
-class ShardFiles;  // open file descriptors, a bounded number of them
+// The open descriptors of a corpus's shards: a bounded number of them, whatever the shards'.
+class ShardFiles;
+std::shared_ptr<ShardFiles> make_shard_files();
 
 class ShardedTokens : public TokenSource {
  public:
