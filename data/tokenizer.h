@@ -24,7 +24,7 @@ class Tokenizer {
                       bool parse_special = false) const = 0;
   // The bytes of the ids; an id out of range is Error(kData).
   virtual std::string decode(const std::uint32_t* ids, std::size_t count) const = 0;
-  virtual std::int64_t size() const = 0;        // one past the largest id
+  virtual std::int64_t size() const = 0;             // one past the largest id
   virtual std::int64_t end_of_sequence() const = 0;  // -1: the file names none, the recipe must
   virtual const std::string& digest() const = 0;     // 64 lowercase hex digits; docs/data.md
   virtual std::string unicode_version() const = 0;   // of the normaliser, "" where there is none
