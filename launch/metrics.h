@@ -1,8 +1,8 @@
 // metrics.jsonl, and the progress line on the terminal.
 #pragma once
 
+#include <array>
 #include <cstdint>
-#include <deque>
 #include <fstream>
 #include <optional>
 #include <string>
@@ -52,10 +52,11 @@ class MetricsFile {
   void write_stopped(const std::string& reason, std::int64_t steps_done);
 
  private:
-  void write_line(const std::string& line);
+  void write_line();
 
   std::string path_;
   std::ofstream file_;
+  std::string line_;
 };
 
 // The time left of a run, from the tokens per second of its recent steps.
@@ -63,7 +64,8 @@ class Progress {
  public:
   // `tokens_left` when this start begins.
   Progress(std::int64_t total_steps, std::int64_t tokens_left);
-  // After each step: its tokens and wall-clock seconds.
+  // After each step: its tokens, and the wall-clock seconds since the last step ended, so that
+  // checkpoints and validation count.
   void step_done(std::int64_t tokens, double seconds);
   // Over the last 20 steps of this start; 0 before the first. The start's first step, which warms
   // up, counts only while it is the only one.
@@ -73,10 +75,12 @@ class Progress {
   std::string line(const StepMetrics& metrics) const;
 
  private:
+  static constexpr std::int64_t kRecent = 20;
+
   std::int64_t total_steps_;
   std::int64_t tokens_left_;
-  bool warm_ = false;
-  std::deque<std::pair<std::int64_t, double>> recent_;
+  std::int64_t steps_ = 0;
+  std::array<std::pair<std::int64_t, double>, kRecent> recent_{};  // a ring: tokens, seconds
 };
 
 }  // namespace tessera

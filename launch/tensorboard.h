@@ -4,12 +4,16 @@
 
 #include <cstdint>
 #include <fstream>
+#include <memory>
 #include <string>
 #include <string_view>
 
 #include "launch/metrics.h"
 
 namespace tessera {
+namespace tensorboard {
+class Event;
+}
 
 // CRC-32C (Castagnoli), and TFRecord's mask over it: rotated right by 15 bits plus 0xa282ead8.
 std::uint32_t crc32c(std::string_view bytes);
@@ -23,6 +27,7 @@ class TensorBoardWriter {
   // `steps_done`, the step of the checkpoint that this start resumes from, or 0. Throws
   // Error(kCheckpoint) naming the file.
   TensorBoardWriter(const std::string& folder, std::int64_t steps_done);
+  ~TensorBoardWriter();
   // Scalars loss, learning_rate, grad_norm, tokens_per_second, and mfu where it is known.
   void write(const StepMetrics& metrics);
   // Scalars validation/NAME.
@@ -30,10 +35,15 @@ class TensorBoardWriter {
 
  private:
   void write_scalar(const std::string& tag, std::int64_t step, double value);
-  void write_record(const std::string& data);
+  // The event to fill in, kept from one to the next, with time and step set.
+  tensorboard::Event& start_event(std::int64_t step);
+  void write_event();
+  void flush();
 
   std::string path_;
   std::ofstream file_;
+  std::unique_ptr<tensorboard::Event> event_;
+  std::string data_, frame_;
 };
 
 }  // namespace tessera

@@ -1,0 +1,236 @@
+#include "launch/metrics.h"
+
+#include <algorithm>
+#include <array>
+#include <charconv>
+#include <cmath>
+#include <cstdio>
+#include <filesystem>
+#include <nlohmann/json.hpp>
+
+#include "runtime/error.h"
+
+namespace tessera {
+namespace {
+
+[[noreturn]] void fail(const std::string& path, const std::string& what) {
+  throw Error(ExitCode::kCheckpoint, path + ": " + what);
+}
+
+// Appends to a line that keeps its memory from step to step.
+class Object {
+ public:
+  explicit Object(std::string& out) : out_(out) { out_ = "{"; }
+  void integer(const char* name, std::int64_t value) {
+    key(name);
+    append(value);
+  }
+  void number(const char* name, double value) {
+    key(name);
+    if (std::isfinite(value)) {
+      append(value);
+    } else {
+      out_ += "null";
+    }
+  }
+  void text(const char* name, const std::string& value) {
+    key(name);
+    out_ += quoted(value);
+  }
+  void key(const char* name) {
+    out_ += out_.back() == '{' ? "\"" : ", \"";
+    out_ += name;
+    out_ += "\": ";
+  }
+  void close() { out_ += "}"; }
+  static std::string quoted(const std::string& value) {
+    return nlohmann::json(value).dump(-1, ' ', false, nlohmann::json::error_handler_t::replace);
+  }
+
+ private:
+  // Doubles in the shortest form that reads back the same.
+  template <class T>
+  void append(T value) {
+    std::array<char, 32> digits{};
+    const auto end = std::to_chars(digits.data(), digits.data() + digits.size(), value).ptr;
+    out_.append(digits.data(), end);
+  }
+  std::string& out_;
+};
+
+// Whether a line of an earlier start stands after a resume from `steps_done`.
+bool stays(const std::string& line, std::int64_t steps_done) {
+  const auto object = nlohmann::json::parse(line, nullptr, false);
+  if (!object.is_object() || object.contains("stopped")) {
+    return false;
+  }
+  const auto step = object.find("step");
+  return step != object.end() && step->is_number_integer() &&
+         step->get<std::int64_t>() <= steps_done;
+}
+
+// Rewrites the file without the lines that don't stay, if there are any.
+void cut_after(const std::string& path, std::int64_t steps_done) {
+  const std::string partial = path + ".partial";
+  {
+    std::ifstream in(path, std::ios::binary);
+    if (!in) {
+      fail(path, "can't be read; check its permissions");
+    }
+    std::ofstream out(partial, std::ios::binary | std::ios::trunc);
+    for (std::string line; std::getline(in, line);) {
+      // A last line without its newline was cut off.
+      if (!in.eof() && stays(line, steps_done)) {
+        out << line << '\n';
+      }
+    }
+    out.close();
+    if (!out) {
+      fail(partial, "can't be written; check the disk's space and the folder's permissions");
+    }
+  }
+  std::error_code error;
+  std::filesystem::rename(partial, path, error);
+  if (error) {
+    fail(path, "can't be replaced: " + error.message());
+  }
+}
+
+std::string duration(double seconds) {
+  const auto total = static_cast<std::int64_t>(std::llround(std::min(seconds, 1e15)));
+  const std::int64_t minutes = total / 60;
+  const std::int64_t hours = minutes / 60;
+  const std::int64_t days = hours / 24;
+  const auto pair = [](std::int64_t a, const char* unit, std::int64_t b, const char* small) {
+    return std::to_string(a) + unit + std::to_string(b) + small;
+  };
+  if (days > 0) {
+    return pair(days, " d ", hours % 24, " h");
+  }
+  if (hours > 0) {
+    return pair(hours, " h ", minutes % 60, " min");
+  }
+  if (minutes > 0) {
+    return pair(minutes, " min ", total % 60, " s");
+  }
+  return std::to_string(total) + " s";
+}
+
+std::string with_commas(double value) {
+  std::string digits = std::to_string(std::llround(std::min(value, 1e15)));
+  for (auto i = static_cast<std::int64_t>(digits.size()) - 3; i > 0; i -= 3) {
+    digits.insert(static_cast<std::size_t>(i), ",");
+  }
+  return digits;
+}
+
+template <class... Values>
+std::string formatted(const char* format, Values... values) {
+  std::array<char, 128> text{};
+  std::snprintf(text.data(), text.size(), format, values...);
+  return text.data();
+}
+
+}  // namespace
+
+MetricsFile::MetricsFile(const std::string& path, std::int64_t steps_done) : path_(path) {
+  if (std::filesystem::exists(path)) {
+    cut_after(path, steps_done);
+  }
+  file_.open(path, std::ios::binary | std::ios::app);
+  if (!file_) {
+    fail(path, "can't be opened for writing; check the folder and its permissions");
+  }
+}
+
+void MetricsFile::write(const StepMetrics& metrics) {
+  Object line(line_);
+  line.integer("step", metrics.step);
+  line.integer("tokens", metrics.tokens);
+  line.integer("sample", metrics.sample);
+  line.number("loss", metrics.loss);
+  line.number("learning_rate", metrics.learning_rate);
+  line.number("grad_norm", metrics.grad_norm);
+  line.number("seconds", metrics.seconds);
+  line.number("tokens_per_second", metrics.tokens_per_second);
+  line.number("mfu", metrics.mfu.value_or(NAN));
+  line.number("gather", metrics.gather_seconds);
+  line.number("reduce", metrics.reduce_seconds);
+  line.number("exchange", metrics.exchange_seconds);
+  line.number("data", metrics.data_seconds);
+  line.close();
+  write_line();
+}
+
+void MetricsFile::write(const ValidationMetrics& metrics) {
+  Object line(line_);
+  line.integer("step", metrics.step);
+  line.integer("tokens", metrics.tokens);
+  line.key("validation_loss");
+  std::string components;
+  Object losses(components);
+  for (const auto& [name, loss] : metrics.validation_loss) {
+    const std::string key = Object::quoted(name);
+    losses.number(key.substr(1, key.size() - 2).c_str(), loss);
+  }
+  losses.close();
+  line_ += components;
+  line.number("seconds", metrics.seconds);
+  line.close();
+  write_line();
+}
+
+void MetricsFile::write_stopped(const std::string& reason, std::int64_t steps_done) {
+  Object line(line_);
+  line.text("stopped", reason);
+  line.integer("step", steps_done);
+  line.close();
+  write_line();
+}
+
+void MetricsFile::write_line() {
+  line_ += '\n';
+  file_.write(line_.data(), static_cast<std::streamsize>(line_.size()));
+  file_.flush();
+  if (!file_) {
+    fail(path_, "can't be written; is the disk full?");
+  }
+}
+
+Progress::Progress(std::int64_t total_steps, std::int64_t tokens_left)
+    : total_steps_(total_steps), tokens_left_(tokens_left) {}
+
+void Progress::step_done(std::int64_t tokens, double seconds) {
+  tokens_left_ = std::max<std::int64_t>(0, tokens_left_ - tokens);
+  // The first step's place is taken by the second.
+  const std::int64_t slot = std::max<std::int64_t>(0, steps_ - 1) % kRecent;
+  recent_[static_cast<std::size_t>(slot)] = {tokens, seconds};
+  ++steps_;
+}
+
+double Progress::tokens_per_second() const {
+  double tokens = 0.0;
+  double seconds = 0.0;
+  for (const auto& [step_tokens, step_seconds] : recent_) {
+    tokens += static_cast<double>(step_tokens);
+    seconds += step_seconds;
+  }
+  return seconds > 0.0 ? tokens / seconds : 0.0;
+}
+
+double Progress::seconds_left() const {
+  const double rate = tokens_per_second();
+  return rate > 0.0 ? static_cast<double>(tokens_left_) / rate : 0.0;
+}
+
+std::string Progress::line(const StepMetrics& metrics) const {
+  std::string text = "step " + std::to_string(metrics.step) + "/" + std::to_string(total_steps_) +
+                     formatted("  loss %.4f  lr %.2e  ", metrics.loss, metrics.learning_rate) +
+                     with_commas(tokens_per_second()) + " tokens/s";
+  if (metrics.mfu) {
+    text += formatted("  mfu %.1f %%", 100.0 * *metrics.mfu);
+  }
+  return text + "  " + duration(seconds_left()) + " left";
+}
+
+}  // namespace tessera

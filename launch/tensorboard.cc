@@ -1,0 +1,143 @@
+#include "launch/tensorboard.h"
+
+#include <array>
+#include <chrono>
+#include <cstdio>
+#include <filesystem>
+
+#include "launch/tensorboard.pb.h"
+#include "runtime/error.h"
+
+namespace tessera {
+namespace {
+
+constexpr std::string_view kPrefix = "events.out.tfevents.";
+
+[[noreturn]] void fail(const std::string& path, const std::string& what) {
+  throw Error(ExitCode::kCheckpoint, path + ": " + what);
+}
+
+constexpr std::array<std::uint32_t, 256> crc_table() {
+  constexpr std::uint32_t kReversedPolynomial = 0x82f63b78;  // RFC 3720, appendix B.4
+  std::array<std::uint32_t, 256> table{};
+  for (std::uint32_t i = 0; i < 256; ++i) {
+    std::uint32_t value = i;
+    for (int bit = 0; bit < 8; ++bit) {
+      value = (value >> 1) ^ ((value & 1) != 0 ? kReversedPolynomial : 0);
+    }
+    table[i] = value;
+  }
+  return table;
+}
+
+// Little-endian bytes of an integer.
+template <class T>
+void append_integer(std::string& out, T value) {
+  for (std::size_t i = 0; i < sizeof(T); ++i) {
+    out.push_back(static_cast<char>((value >> (8 * i)) & 0xff));
+  }
+}
+
+// TensorBoard reads a folder's files by order of name: a new one must come last.
+std::string next_file(const std::string& folder) {
+  std::int64_t last = 0;
+  for (const auto& entry : std::filesystem::directory_iterator(folder)) {
+    const std::string name = entry.path().filename().string();
+    if (name.starts_with(kPrefix)) {
+      last = std::max<std::int64_t>(last, std::atoll(name.c_str() + kPrefix.size()));
+    }
+  }
+  std::array<char, 32> number{};
+  std::snprintf(number.data(), number.size(), "%010lld", static_cast<long long>(last + 1));
+  return folder + "/" + std::string(kPrefix) + number.data() + ".tessera";
+}
+
+}  // namespace
+
+std::uint32_t crc32c(std::string_view bytes) {
+  static constexpr std::array<std::uint32_t, 256> kTable = crc_table();
+  std::uint32_t crc = 0xffffffff;
+  for (const char byte : bytes) {
+    crc = kTable[(crc ^ static_cast<unsigned char>(byte)) & 0xff] ^ (crc >> 8);
+  }
+  return crc ^ 0xffffffff;
+}
+
+std::uint32_t masked_crc32c(std::string_view bytes) {
+  const std::uint32_t crc = crc32c(bytes);
+  return ((crc >> 15) | (crc << 17)) + 0xa282ead8;
+}
+
+TensorBoardWriter::TensorBoardWriter(const std::string& folder, std::int64_t steps_done)
+    : event_(std::make_unique<tensorboard::Event>()) {
+  std::error_code error;
+  std::filesystem::create_directories(folder, error);
+  if (error) {
+    fail(folder, "can't be made: " + error.message());
+  }
+  path_ = next_file(folder);
+  file_.open(path_, std::ios::binary);
+  if (!file_) {
+    fail(path_, "can't be opened for writing; check the folder's permissions");
+  }
+  start_event(steps_done + 1).set_file_version("brain.Event:2");
+  write_event();
+  start_event(steps_done + 1).mutable_session_log()->set_status(tensorboard::SessionLog::START);
+  write_event();
+  flush();
+}
+
+TensorBoardWriter::~TensorBoardWriter() = default;
+
+void TensorBoardWriter::write(const StepMetrics& metrics) {
+  write_scalar("loss", metrics.step, metrics.loss);
+  write_scalar("learning_rate", metrics.step, metrics.learning_rate);
+  write_scalar("grad_norm", metrics.step, metrics.grad_norm);
+  write_scalar("tokens_per_second", metrics.step, metrics.tokens_per_second);
+  if (metrics.mfu) {
+    write_scalar("mfu", metrics.step, *metrics.mfu);
+  }
+  flush();
+}
+
+void TensorBoardWriter::write(const ValidationMetrics& metrics) {
+  for (const auto& [name, loss] : metrics.validation_loss) {
+    write_scalar("validation/" + name, metrics.step, loss);
+  }
+  flush();
+}
+
+void TensorBoardWriter::write_scalar(const std::string& tag, std::int64_t step, double value) {
+  tensorboard::Summary::Value& scalar = *start_event(step).mutable_summary()->add_value();
+  scalar.set_tag(tag);
+  scalar.set_simple_value(static_cast<float>(value));
+  write_event();
+}
+
+tensorboard::Event& TensorBoardWriter::start_event(std::int64_t step) {
+  const std::chrono::duration<double> since_1970 =
+      std::chrono::system_clock::now().time_since_epoch();
+  event_->Clear();
+  event_->set_wall_time(since_1970.count());
+  event_->set_step(step);
+  return *event_;
+}
+
+void TensorBoardWriter::write_event() {
+  event_->SerializeToString(&data_);
+  frame_.clear();
+  append_integer(frame_, static_cast<std::uint64_t>(data_.size()));
+  append_integer(frame_, masked_crc32c(frame_));
+  frame_ += data_;
+  append_integer(frame_, masked_crc32c(data_));
+  file_.write(frame_.data(), static_cast<std::streamsize>(frame_.size()));
+}
+
+void TensorBoardWriter::flush() {
+  file_.flush();
+  if (!file_) {
+    fail(path_, "can't be written; is the disk full?");
+  }
+}
+
+}  // namespace tessera
