@@ -58,19 +58,18 @@ class Object {
   std::string& out_;
 };
 
-// Whether a line of an earlier start stands after a resume from `steps_done`.
-bool stays(const std::string& line, std::int64_t steps_done) {
+// Whether a line of an earlier start stands after a resume at `next_step`.
+bool stays(const std::string& line, std::int64_t next_step) {
   const auto object = nlohmann::json::parse(line, nullptr, false);
   if (!object.is_object() || object.contains("stopped")) {
     return false;
   }
   const auto step = object.find("step");
-  return step != object.end() && step->is_number_integer() &&
-         step->get<std::int64_t>() <= steps_done;
+  return step != object.end() && step->is_number_integer() && step->get<std::int64_t>() < next_step;
 }
 
 // Rewrites the file without the lines that don't stay, if there are any.
-void cut_after(const std::string& path, std::int64_t steps_done) {
+void cut_from(const std::string& path, std::int64_t next_step) {
   const std::string partial = path + ".partial";
   {
     std::ifstream in(path, std::ios::binary);
@@ -80,7 +79,7 @@ void cut_after(const std::string& path, std::int64_t steps_done) {
     std::ofstream out(partial, std::ios::binary | std::ios::trunc);
     for (std::string line; std::getline(in, line);) {
       // A last line without its newline was cut off.
-      if (!in.eof() && stays(line, steps_done)) {
+      if (!in.eof() && stays(line, next_step)) {
         out << line << '\n';
       }
     }
@@ -133,9 +132,9 @@ std::string formatted(const char* format, Values... values) {
 
 }  // namespace
 
-MetricsFile::MetricsFile(const std::string& path, std::int64_t steps_done) : path_(path) {
+MetricsFile::MetricsFile(const std::string& path, std::int64_t next_step) : path_(path) {
   if (std::filesystem::exists(path)) {
-    cut_after(path, steps_done);
+    cut_from(path, next_step);
   }
   file_.open(path, std::ios::binary | std::ios::app);
   if (!file_) {
@@ -224,7 +223,8 @@ double Progress::seconds_left() const {
 }
 
 std::string Progress::line(const StepMetrics& metrics) const {
-  std::string text = "step " + std::to_string(metrics.step) + "/" + std::to_string(total_steps_) +
+  std::string text = "step " + std::to_string(metrics.step + 1) + "/" +
+                     std::to_string(total_steps_) +
                      formatted("  loss %.4f  lr %.2e  ", metrics.loss, metrics.learning_rate) +
                      with_commas(tokens_per_second()) + " tokens/s";
   if (metrics.mfu) {

@@ -13,7 +13,7 @@ namespace tessera {
 
 // One training step. A value that isn't known (mfu without a known peak) is nullopt.
 struct StepMetrics {
-  std::int64_t step = 0;    // steps done, this one included: 1 after the first
+  std::int64_t step = 0;    // its number, counted from 0
   std::int64_t tokens = 0;  // trained on since the run began, with this step
   std::int64_t sample = 0;  // number of the step's first sample
   double loss = 0.0;        // cross-entropy, nats per valid label
@@ -29,7 +29,7 @@ struct StepMetrics {
 };
 
 struct ValidationMetrics {
-  std::int64_t step = 0;  // steps done
+  std::int64_t step = 0;  // number of the last training step before it
   std::int64_t tokens = 0;
   // Component's name and its cross-entropy in nats per label, in the recipe's order.
   std::vector<std::pair<std::string, double>> validation_loss;
@@ -40,11 +40,11 @@ struct ValidationMetrics {
 // double; one that isn't finite is null. Not thread-safe. Rank 0 alone has one.
 class MetricsFile {
  public:
-  // Opens `path` for appending and makes it if need be. `steps_done` is the step of the checkpoint
-  // that this start resumes from, or 0: lines of later steps that earlier starts wrote are cut,
-  // with `stopped` lines and lines that aren't whole; the rest stays byte for byte. Throws
+  // Opens `path` for appending and makes it if need be. `next_step` is the number of the first step
+  // that this start runs: lines of that step and later ones that earlier starts wrote are cut, with
+  // `stopped` lines and lines that aren't whole; the rest stays byte for byte. Throws
   // Error(kCheckpoint) naming the file when it can't be read or written.
-  MetricsFile(const std::string& path, std::int64_t steps_done);
+  MetricsFile(const std::string& path, std::int64_t next_step);
   void write(const StepMetrics& metrics);
   void write(const ValidationMetrics& metrics);
   // The last line of a run: {"stopped": reason, "step": steps done}; reasons are "done", "signal",
@@ -71,7 +71,8 @@ class Progress {
   // up, counts only while it is the only one.
   double tokens_per_second() const;
   double seconds_left() const;  // 0 before the first step
-  // "step 120/2000  loss 3.1416  lr 3.00e-04  8,120 tokens/s  mfu 41.2 %  12 min 30 s left"
+  // After step 119: "step 120/2000  loss 3.1416  lr 3.00e-04  8,120 tokens/s  mfu 41.2 %  12 min 30
+  // s left"
   std::string line(const StepMetrics& metrics) const;
 
  private:

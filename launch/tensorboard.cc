@@ -68,7 +68,7 @@ std::uint32_t masked_crc32c(std::string_view bytes) {
   return ((crc >> 15) | (crc << 17)) + 0xa282ead8;
 }
 
-TensorBoardWriter::TensorBoardWriter(const std::string& folder, std::int64_t steps_done)
+TensorBoardWriter::TensorBoardWriter(const std::string& folder, std::int64_t next_step)
     : event_(std::make_unique<tensorboard::Event>()) {
   std::error_code error;
   std::filesystem::create_directories(folder, error);
@@ -80,9 +80,9 @@ TensorBoardWriter::TensorBoardWriter(const std::string& folder, std::int64_t ste
   if (!file_) {
     fail(path_, "can't be opened for writing; check the folder's permissions");
   }
-  start_event(steps_done + 1).set_file_version("brain.Event:2");
+  start_event(next_step).set_file_version("brain.Event:2");
   write_event();
-  start_event(steps_done + 1).mutable_session_log()->set_status(tensorboard::SessionLog::START);
+  start_event(next_step).mutable_session_log()->set_status(tensorboard::SessionLog::START);
   write_event();
   flush();
 }

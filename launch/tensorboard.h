@@ -23,10 +23,10 @@ std::uint32_t masked_crc32c(std::string_view bytes);
 class TensorBoardWriter {
  public:
   // Makes the folder and a new event file in it, numbered after those that are there. It begins
-  // with a session start, which makes TensorBoard drop what earlier files say of steps after
-  // `steps_done`, the step of the checkpoint that this start resumes from, or 0. Throws
-  // Error(kCheckpoint) naming the file.
-  TensorBoardWriter(const std::string& folder, std::int64_t steps_done);
+  // with a session start, which makes TensorBoard drop what earlier files say of
+  // `next_step`, the first that this start runs, and of later steps. Throws Error(kCheckpoint)
+  // naming the file.
+  TensorBoardWriter(const std::string& folder, std::int64_t next_step);
   ~TensorBoardWriter();
   // Scalars loss, learning_rate, grad_norm, tokens_per_second, and mfu where it is known.
   void write(const StepMetrics& metrics);
