@@ -154,6 +154,12 @@ void ProductCache::grow() {
   }
 }
 
+std::string products_library() {
+  const dnnl_version_t* version = dnnl_version();
+  return "oneDNN " + std::to_string(version->major) + "." + std::to_string(version->minor) + "." +
+         std::to_string(version->patch);
+}
+
 Matrix matrix(const View& view) {
   const Shape& shape = view.shape();
   TESSERA_CHECK(shape.rank() >= 1);

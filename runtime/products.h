@@ -5,7 +5,7 @@
 #pragma once
 
 #include <cstdint>
-#include <memory>
+#include <string>
 
 #include "runtime/device.h"
 
@@ -34,6 +34,9 @@ void product(Worker& worker, Matrix a, Transpose transpose_a, Matrix b, Transpos
 // only when the shape that computes it is the same. Tails of row tiles go through this.
 void product_of_rows(Worker& worker, std::int64_t tile_rows, Matrix a, Matrix b,
                      Transpose transpose_b, Matrix c, bool accumulate);
+
+// The library and its version, as the log states it: bits depend on it.
+std::string products_library();
 
 // The three products of a linear layer, on all threads of the queue.
 //   y [M, N] = x [M, K] w' (w [N, K])

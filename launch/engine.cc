@@ -1,0 +1,385 @@
+#include "launch/engine.h"
+
+#include <algorithm>
+#include <bit>
+#include <cstring>
+
+#include "parallel/exact_sum.h"
+
+namespace tessera {
+namespace {
+
+std::vector<BufferSpec> buffers_of(const UnitSpec& unit) {
+  std::vector<BufferSpec> buffers;
+  for (const ParameterSpec& parameter : unit.parameters) {
+    buffers.push_back({parameter.name, DType::kF32, parameter.shape});
+  }
+  return buffers;
+}
+
+std::vector<BufferSpec> scratch_of(const Stack& stack, const UnitSpec& unit, BatchShape shape) {
+  switch (unit.kind) {
+    case UnitSpec::Kind::kEmbedding:
+      return stack.embedding().scratch(shape);
+    case UnitSpec::Kind::kBlock:
+      return stack.blocks()[static_cast<std::size_t>(unit.layer)].scratch(shape);
+    case UnitSpec::Kind::kHead:
+      return stack.head().scratch(shape);
+  }
+  return {};
+}
+
+std::vector<BufferSpec> saved_of(const Stack& stack, const UnitSpec& unit, BatchShape shape) {
+  if (unit.kind != UnitSpec::Kind::kBlock) return {};
+  return stack.blocks()[static_cast<std::size_t>(unit.layer)].saved(shape);
+}
+
+std::vector<BufferSpec> batch_buffers(BatchShape shape) {
+  return {{"tokens", DType::kU32, {shape.batch, shape.length}},
+          {"labels", DType::kI32, {shape.batch, shape.length}},
+          {"segments", DType::kI32, {shape.batch, shape.length}}};
+}
+
+std::int64_t width_of(const std::vector<UnitSpec>& units) {
+  return units.front().parameters.front().shape[1];  // the embedding's [V, d]
+}
+
+ModelPart part_of(UnitSpec::Kind kind) {
+  switch (kind) {
+    case UnitSpec::Kind::kEmbedding:
+      return ModelPart::kEmbedding;
+    case UnitSpec::Kind::kBlock:
+      return ModelPart::kBlock;
+    case UnitSpec::Kind::kHead:
+      return ModelPart::kHead;
+  }
+  return ModelPart::kBlock;
+}
+
+}  // namespace
+
+EnginePlan::EnginePlan(const Stack& stack, const EngineOptions& options)
+    : options_(options),
+      units_(stack.units()),
+      share_(options.accumulate, options.quanta, options.ranks) {
+  const BatchShape shape = options.quantum;
+  for (const UnitSpec& unit : units_) layouts_.emplace_back(unit.name, buffers_of(unit));
+
+  std::int64_t largest = 0, workspace = 0, scratch = 0, saved = 0;
+  for (std::size_t u = 0; u < units_.size(); ++u) {
+    largest = std::max(largest, layouts_[u].count() * 4);
+    workspace =
+        std::max(workspace, CanonicalSum::workspace(layouts_[u], share_, options.rank).bytes());
+    scratch = std::max(scratch, Layout(scratch_of(stack, units_[u], shape)).bytes());
+    saved = std::max(saved, Layout(saved_of(stack, units_[u], shape)).bytes());
+  }
+
+  const bool shared = options.ranks > 1;
+  const std::size_t gathered =
+      shared && !options.gather_per_step ? book("gathered parameters", "one unit", largest) : 0;
+  for (std::size_t u = 0; u < units_.size(); ++u) {
+    const std::int64_t slice = layouts_[u].slice(options.rank, options.ranks).count() * 4;
+    const std::string& name = units_[u].name;
+    UnitBookings bookings{};
+    bookings.weights = book("master parameters", name, slice);
+    bookings.first = book("optimiser moments", name + " first", slice);
+    bookings.second = book("optimiser moments", name + " second", slice);
+    bookings.sum = book("gradient sums", name,
+                        Layout(CanonicalSum::buffers(layouts_[u], share_, options.rank)).bytes());
+    if (shared) {
+      bookings.gathered = options.gather_per_step
+                              ? book("gathered parameters", name, layouts_[u].count() * 4)
+                              : gathered;
+    }
+    unit_bookings_.push_back(bookings);
+  }
+  gradient_ = book("gradient of one unit", "gradient", largest);
+  sum_workspace_ = book("exchange buffers", "canonical sum", workspace);
+
+  const std::int64_t row_bytes = shape.rows() * width_of(units_) * 4;
+  for (std::size_t l = 0; l <= stack.blocks().size(); ++l) {
+    x_.push_back(book("activations", "residual " + std::to_string(l), row_bytes));
+  }
+  d_x_ = book("activations", "gradient of the residual", row_bytes);
+  if (options.recompute) {
+    saved_.assign(units_.size(), book("activations", "saved by one block", saved));
+  } else {
+    for (const UnitSpec& unit : units_) {
+      saved_.push_back(book("activations", "saved by " + unit.name,
+                            Layout(saved_of(stack, unit, shape)).bytes()));
+    }
+  }
+  scratch_ = book("scratch", "of the unit at work", scratch);
+  const std::int64_t rounds = std::max<std::int64_t>(share_.count(options.rank), 1);
+  for (std::int64_t round = 0; round < rounds; ++round) {
+    batches_.push_back(
+        book("batch", "quantum " + std::to_string(round), Layout(batch_buffers(shape)).bytes()));
+  }
+}
+
+std::size_t EnginePlan::book(const char* category, const std::string& name, std::int64_t bytes) {
+  return memory_.book(category, name, bytes);
+}
+
+EnginePlan::Communication EnginePlan::communication() const {
+  Communication result;
+  const int ranks = options_.ranks;
+  if (ranks == 1) return result;
+  const std::int64_t quanta = share_.count(options_.rank);
+  for (std::size_t u = 0; u < units_.size(); ++u) {
+    const std::int64_t slice = layouts_[u].slice(options_.rank, ranks).count() * 4;
+    const std::int64_t others = layouts_[u].count() * 4 - slice;
+    // Blocks compute in two passes; the head in one, and the embedding's backward reads no weight.
+    const bool twice = units_[u].kind == UnitSpec::Kind::kBlock && !options_.gather_per_step;
+    const std::int64_t gathers = options_.gather_per_step ? 1 : share_.rounds() * (twice ? 2 : 1);
+    result.gather_bytes += gathers * slice * (ranks - 1);
+    if (share_.policy() == Accumulate::kSharded) {
+      result.reduce_bytes += quanta * others;
+    } else if (quanta > 0) {
+      const std::int64_t first = share_.quantum(0, options_.rank);
+      result.reduce_bytes +=
+          static_cast<std::int64_t>(tree_nodes(first, first + quanta).size()) * others;
+    }
+  }
+  return result;
+}
+
+Engine::Engine(const Stack& stack, const EnginePlan& plan, Device& device,
+               Communicator& communicator, Activity& activity)
+    : stack_(stack),
+      plan_(plan),
+      device_(device),
+      communicator_(communicator),
+      activity_(activity),
+      arena_(device, plan.memory()) {
+  const EngineOptions& options = plan.options();
+  TESSERA_CHECK(options.rank == communicator.rank() && options.ranks == communicator.size());
+  const BatchShape shape = options.quantum;
+  const std::int64_t width = width_of(plan.units());
+  for (const std::size_t booking : plan.x_) {
+    x_.push_back(arena_.view(booking, DType::kF32, {shape.rows(), width}));
+  }
+  d_x_ = arena_.view(plan.d_x_, DType::kF32, {shape.rows(), width});
+  for (const std::size_t booking : plan.batches_) {
+    const std::vector<View> views = Layout(batch_buffers(shape)).views(arena_.at(booking));
+    batches_.push_back({shape, views[0], views[1], views[2]});
+  }
+  for (std::size_t u = 0; u < plan.units().size(); ++u) {
+    const UnitLayout& layout = plan.layouts()[u];
+    const EnginePlan::UnitBookings& bookings = plan.unit_bookings_[u];
+    const Slice slice = layout.slice(options.rank, options.ranks);
+    Unit unit;
+    unit.weights = arena_.view(bookings.weights, DType::kF32, {slice.count()});
+    unit.first = arena_.view(bookings.first, DType::kF32, {slice.count()});
+    unit.second = arena_.view(bookings.second, DType::kF32, {slice.count()});
+    unit.whole = options.ranks == 1 ? unit.weights
+                                    : arena_.view(bookings.gathered, DType::kF32, {layout.count()});
+    unit.parameters = layout.views(unit.whole);
+    unit.gradient = arena_.view(plan.gradient_, DType::kF32, {layout.count()});
+    unit.gradients = layout.views(unit.gradient);
+    unit.saved = Layout(saved_of(stack, plan.units()[u], shape)).views(arena_.at(plan.saved_[u]));
+    unit.scratch =
+        Layout(scratch_of(stack, plan.units()[u], shape)).views(arena_.at(plan.scratch_));
+    const BufferSpec workspace = CanonicalSum::workspace(layout, plan.share(), options.rank);
+    unit.sum = std::make_unique<CanonicalSum>(
+        layout, plan.share(), communicator, device.queue(),
+        Layout(CanonicalSum::buffers(layout, plan.share(), options.rank))
+            .views(arena_.at(bookings.sum)),
+        arena_.view(plan.sum_workspace_, workspace.dtype, workspace.shape));
+    unit.pieces = layout.pieces(slice);
+    units_.push_back(std::move(unit));
+  }
+  slices_.resize(units_.size());
+  loss_bits_.resize(static_cast<std::size_t>(options.quanta));
+  losses_.resize(static_cast<std::size_t>(options.quanta));
+}
+
+void Engine::initialise(std::uint64_t seed) {
+  for (std::size_t u = 0; u < units_.size(); ++u) {
+    Unit& unit = units_[u];
+    for (const Piece& piece : unit.pieces) {
+      tessera::initialise(plan_.units()[u].parameters[piece.parameter], seed, piece.begin,
+                          unit.weights.slice(piece.offset, piece.offset + piece.count()));
+    }
+    device_.queue().fill_zero(unit.first);
+    device_.queue().fill_zero(unit.second);
+  }
+}
+
+LayerMemory Engine::memory(std::size_t unit) const {
+  return {units_[unit].parameters, units_[unit].saved, units_[unit].scratch};
+}
+
+void Engine::gather(std::size_t u) {
+  Unit& unit = units_[u];
+  if (unit.gathered || communicator_.size() == 1) return;
+  gather_unit(communicator_, plan_.layouts()[u], unit.weights, unit.whole);
+  unit.gathered = plan_.options().gather_per_step;
+}
+
+// The weights have changed: what was gathered is stale.
+void Engine::release() {
+  for (Unit& unit : units_) unit.gathered = false;
+}
+
+void Engine::forward(const Batch* batch) {
+  Queue& queue = device_.queue();
+  gather(0);
+  activity_.set("forward", plan_.units()[0].name);
+  if (batch != nullptr) {
+    stack_.embedding().forward(queue, *batch, units_[0].parameters, x_[0]);
+  }
+  for (std::size_t l = 0; l < stack_.blocks().size(); ++l) {
+    gather(l + 1);
+    activity_.set("forward", plan_.units()[l + 1].name);
+    if (batch != nullptr) {
+      stack_.blocks()[l].forward(queue, *batch, x_[l], x_[l + 1], memory(l + 1));
+    }
+  }
+}
+
+double Engine::head(const Batch* batch, double scale) {
+  const std::size_t u = units_.size() - 1;
+  gather(u);
+  activity_.set("loss", plan_.units()[u].name);
+  double loss = 0.0;
+  if (batch != nullptr) {
+    clear_padding(u);
+    loss = stack_.head().loss_and_gradient(device_.queue(), *batch, x_.back(), scale, d_x_,
+                                           units_[u].parameters, units_[u].gradients,
+                                           units_[u].scratch);
+  }
+  push(u, batch != nullptr);
+  return loss;
+}
+
+void Engine::backward(const Batch* batch) {
+  Queue& queue = device_.queue();
+  for (std::size_t l = stack_.blocks().size(); l-- > 0;) {
+    const Block& block = stack_.blocks()[l];
+    const std::size_t u = l + 1;
+    gather(u);
+    activity_.set("backward", plan_.units()[u].name);
+    if (batch != nullptr) {
+      // The output isn't needed again: it goes where the next block's input was.
+      if (plan_.options().recompute) block.forward(queue, *batch, x_[l], x_[l + 1], memory(u));
+      clear_padding(u);
+      block.backward(queue, *batch, x_[l], d_x_, units_[u].gradients, memory(u));
+    }
+    push(u, batch != nullptr);
+  }
+  activity_.set("backward", plan_.units()[0].name);
+  if (batch != nullptr) {
+    clear_padding(0);
+    stack_.embedding().backward(queue, *batch, d_x_, units_[0].gradients, units_[0].scratch);
+  }
+  push(0, batch != nullptr);
+}
+
+void Engine::clear_padding(std::size_t u) {
+  const UnitLayout& layout = plan_.layouts()[u];
+  auto* gradient = units_[u].gradient.as<float>();
+  for (std::size_t i = 0; i < layout.size(); ++i) {
+    const std::int64_t begin = layout.offset(i) + layout.parameter(i).shape.count();
+    const std::int64_t end = i + 1 < layout.size() ? layout.offset(i + 1) : layout.count();
+    std::fill(gradient + begin, gradient + end, 0.0F);
+  }
+}
+
+void Engine::push(std::size_t u, bool has_gradient) {
+  units_[u].sum->push(has_gradient ? units_[u].gradient : View());
+}
+
+StepResult Engine::step(const OptimConfig& config, double rate, std::int64_t count,
+                        OptimState& state) {
+  TESSERA_CHECK(count == plan_.share().count(plan_.options().rank));
+  StepResult result;
+  for (std::int64_t round = 0; round < count; ++round) {
+    const View& labels = batch(round).labels;
+    const auto* label = labels.as<std::int32_t>();
+    result.labels += labels.count() - std::count(label, label + labels.count(), kNoLabel);
+  }
+  result.labels = communicator_.all_reduce("valid labels", Reduction::kSum, result.labels);
+  const double scale = result.labels > 0 ? 1.0 / static_cast<double>(result.labels) : 0.0;
+
+  std::fill(loss_bits_.begin(), loss_bits_.end(), 0);
+  for (std::int64_t round = 0; round < plan_.share().rounds(); ++round) {
+    const Batch* batch = round < count ? &batches_[static_cast<std::size_t>(round)] : nullptr;
+    forward(batch);
+    const double loss = head(batch, scale);
+    if (batch != nullptr) {
+      const std::int64_t quantum = plan_.share().quantum(round, plan_.options().rank);
+      loss_bits_[static_cast<std::size_t>(quantum)] = std::bit_cast<std::int64_t>(loss);
+    }
+    backward(batch);
+  }
+
+  // Every quantum's loss to every rank: the others' bits are 0, so the integer sum is exact.
+  communicator_.all_reduce("losses", Reduction::kSum, std::span(loss_bits_));
+  for (std::size_t q = 0; q < losses_.size(); ++q)
+    losses_[q] = std::bit_cast<double>(loss_bits_[q]);
+  result.loss = tree_sum(losses_) * scale;
+  for (std::size_t u = 0; u < units_.size(); ++u) slices_[u] = units_[u].sum->finish();
+  activity_.set("gradient norm");
+  result.gradient_norm = global_norm(communicator_, device_.queue(), slices_);
+
+  const StepDecision decision = decide_step(config, result.loss, result.gradient_norm, state);
+  result.applied = decision.apply;
+  result.stop = decision.stop;
+  if (decision.apply) {
+    activity_.set("update");
+    const auto layers = static_cast<std::int64_t>(stack_.blocks().size());
+    for (std::size_t u = 0; u < units_.size(); ++u) {
+      const UnitSpec& spec = plan_.units()[u];
+      for (const Piece& piece : units_[u].pieces) {
+        const ParameterGroup group = parameter_group(config, part_of(spec.kind), spec.layer, layers,
+                                                     spec.parameters[piece.parameter].decay);
+        const AdamWStep step =
+            adamw_step(config, rate, group, state.adam_steps, decision.gradient_scale);
+        const std::int64_t begin = piece.offset, end = piece.offset + piece.count();
+        adamw_update(device_.queue(), step, units_[u].weights.slice(begin, end),
+                     units_[u].first.slice(begin, end), units_[u].second.slice(begin, end),
+                     slices_[u].slice(begin, end));
+      }
+    }
+    release();
+  }
+  return result;
+}
+
+double Engine::evaluate(bool has_batch) {
+  const Batch* batch = has_batch ? batches_.data() : nullptr;
+  forward(batch);
+  const std::size_t u = units_.size() - 1;
+  gather(u);
+  if (batch == nullptr) return 0.0;
+  return stack_.head().loss(device_.queue(), *batch, x_.back(), units_[u].parameters,
+                            units_[u].scratch);
+}
+
+std::vector<CheckpointArray> Engine::arrays(bool moments) {
+  std::vector<CheckpointArray> arrays;
+  for (std::size_t u = 0; u < units_.size(); ++u) {
+    const Unit& unit = units_[u];
+    const std::vector<ParameterSpec>& parameters = plan_.units()[u].parameters;
+    const auto add = [&](const std::string& prefix, const View& slice) {
+      const std::size_t first = arrays.size();
+      for (const ParameterSpec& parameter : parameters) {
+        arrays.push_back({prefix + parameter.name, parameter.shape, {}});
+      }
+      for (const Piece& piece : unit.pieces) {
+        arrays[first + piece.parameter].parts.push_back(
+            {piece.begin, piece.end, slice.as<float>() + piece.offset});
+      }
+    };
+    add("params/", unit.weights);
+    if (moments) {
+      add("adamw/m/", unit.first);
+      add("adamw/v/", unit.second);
+    }
+  }
+  release();  // a reader of the arrays may write to them
+  return arrays;
+}
+
+}  // namespace tessera

@@ -1,0 +1,139 @@
+// One training step on this rank's share of the model and of the batch: gather, forward, backward,
+// canonical sum, update. Knows nothing of files, time or the terminal.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <vector>
+
+#include "layers/stack.h"
+#include "optim/adamw.h"
+#include "optim/optim.pb.h"
+#include "parallel/canonical_sum.h"
+#include "parallel/checkpoint.h"
+#include "parallel/communicator.h"
+#include "parallel/sharding.h"
+#include "runtime/activity.h"
+#include "runtime/device.h"
+#include "runtime/memory.h"
+
+namespace tessera {
+
+struct EngineOptions {
+  int rank = 0;
+  int ranks = 1;
+  BatchShape quantum;       // of every quantum, with the queue's threads
+  std::int64_t quanta = 1;  // of a step, over all ranks
+  Accumulate accumulate = Accumulate::kSharded;
+  bool gather_per_step = false;  // keep gathered parameters for the whole step
+  bool recompute = false;        // compute a block's forward again in its backward
+};
+
+// What a rank will hold, as a pure function of the model and the layout: the same table is granted
+// by a run and printed by `plan`.
+class EnginePlan {
+ public:
+  EnginePlan(const Stack& stack, const EngineOptions& options);
+
+  const EngineOptions& options() const { return options_; }
+  const MemoryPlan& memory() const { return memory_; }
+  const std::vector<UnitSpec>& units() const { return units_; }
+  const std::vector<UnitLayout>& layouts() const { return layouts_; }
+  const QuantumShare& share() const { return share_; }
+  // Bytes that this rank sends for parameters and for gradients in one step.
+  struct Communication {
+    std::int64_t gather_bytes = 0;
+    std::int64_t reduce_bytes = 0;
+  };
+  Communication communication() const;
+
+ private:
+  friend class Engine;
+  std::size_t book(const char* category, const std::string& name, std::int64_t bytes);
+
+  EngineOptions options_;
+  std::vector<UnitSpec> units_;
+  std::vector<UnitLayout> layouts_;
+  QuantumShare share_;
+  MemoryPlan memory_;
+
+  struct UnitBookings {
+    std::size_t weights, first, second, sum;
+    std::size_t gathered;  // where this unit's whole parameters come to lie (more than one rank)
+  };
+  std::vector<UnitBookings> unit_bookings_;
+  std::size_t sum_workspace_ = 0, gradient_ = 0, scratch_ = 0, d_x_ = 0;
+  std::vector<std::size_t> x_;        // input of each block, and of the head
+  std::vector<std::size_t> saved_;    // of each block; all the same booking with recompute
+  std::vector<std::size_t> batches_;  // tokens, labels, segments of each round
+};
+
+struct StepResult {
+  double loss = 0.0;           // cross-entropy in nats per valid label of the whole step
+  double gradient_norm = 0.0;  // global, before clipping
+  std::int64_t labels = 0;     // valid ones of the whole step
+  bool applied = false;        // false: not finite, nothing was changed but the counts of `state`
+  bool stop = false;           // too many such steps in a row
+};
+
+class Engine {
+ public:
+  // Grants the plan's memory on the device. All arguments outlive the engine.
+  Engine(const Stack& stack, const EnginePlan& plan, Device& device, Communicator& communicator,
+         Activity& activity);
+
+  // Parameters as the model's inits say; moments zero.
+  void initialise(std::uint64_t seed);
+
+  // Memory for this rank's round-th quantum of a step; the caller fills it before the step.
+  const Batch& batch(std::int64_t round) const { return batches_[static_cast<std::size_t>(round)]; }
+
+  // Collective. `count` batches of this rank (as the plan's share gives it) are trained on; `rate`
+  // is the schedule's learning rate. After the first step nothing is allocated.
+  StepResult step(const OptimConfig& config, double rate, std::int64_t count, OptimState& state);
+
+  // Collective. The cross-entropy, summed over the valid labels, of batch(0) when `has_batch`.
+  double evaluate(bool has_batch);
+
+  // This rank's parts of all parameters, and with `moments` of AdamW's; pointing into the engine.
+  std::vector<CheckpointArray> arrays(bool moments);
+
+ private:
+  struct Unit {
+    View weights, first, second;   // this rank's slice, f32
+    View whole;                    // gathered
+    std::vector<View> parameters;  // views of `whole`
+    std::vector<View> gradients;   // views of the gradient buffer
+    View gradient;                 // the whole unit in the gradient buffer
+    std::vector<View> saved, scratch;
+    std::unique_ptr<CanonicalSum> sum;
+    std::vector<Piece> pieces;  // of this rank's slice
+    bool gathered = false;
+  };
+
+  void gather(std::size_t unit);
+  void release();
+  void forward(const Batch* batch);
+  double head(const Batch* batch, double scale);
+  void backward(const Batch* batch);
+  void clear_padding(std::size_t unit);
+  void push(std::size_t unit, bool has_gradient);
+  LayerMemory memory(std::size_t unit) const;
+
+  const Stack& stack_;
+  const EnginePlan& plan_;
+  Device& device_;
+  Communicator& communicator_;
+  Activity& activity_;
+  Arena arena_;
+  std::vector<Unit> units_;
+  std::vector<View> x_;
+  View d_x_;
+  std::vector<Batch> batches_;
+  std::vector<View> slices_;             // gradient sums of the step
+  std::vector<std::int64_t> loss_bits_;  // of each quantum
+  std::vector<double> losses_;
+};
+
+}  // namespace tessera

@@ -1,0 +1,73 @@
+#include "launch/plan.h"
+
+#include <algorithm>
+
+#include "launch/engine.h"
+#include "launch/trainer.h"
+
+namespace tessera {
+namespace {
+
+std::int64_t count(const std::vector<ParameterSpec>& parameters) {
+  std::int64_t sum = 0;
+  for (const ParameterSpec& parameter : parameters) sum += parameter.shape.count();
+  return sum;
+}
+
+// What the program and its libraries (MPI, HDF5, protobuf, oneDNN with its packed operands) hold
+// besides the plan, as measured: docs/benchmarks.md.
+constexpr std::int64_t kLibraryBytes = std::int64_t{100} << 20;
+
+}  // namespace
+
+RunSummary summarise(const Stack& stack, const Config& config, std::int64_t sequence_length,
+                     int ranks) {
+  RunSummary summary;
+  summary.total_parameters = stack.parameter_count();
+  summary.active_parameters = summary.total_parameters;
+  summary.embedding_parameters = count(stack.embedding().parameters());
+  summary.head_parameters = count(stack.head().parameters());
+  for (const Block& block : stack.blocks()) {
+    LayerSummary layer;
+    layer.mixer = block.mixer_type();
+    layer.mixer_parameters = count(block.mixer().parameters());
+    layer.feed_forward_parameters = count(block.feed_forward().parameters());
+    layer.norm_parameters =
+        count(block.parameters()) - layer.mixer_parameters - layer.feed_forward_parameters;
+    layer.mixer_flops_per_token = block.mixer().flops_per_token(sequence_length);
+    layer.feed_forward_flops_per_token = block.feed_forward().flops_per_token(sequence_length);
+    summary.layers.push_back(layer);
+  }
+  summary.forward_flops_per_token = stack.flops_per_token(sequence_length);
+  summary.train_flops_per_token = 3 * summary.forward_flops_per_token;
+  for (int rank = 0; rank < ranks; ++rank) {
+    const EnginePlan plan(stack, engine_options(config, sequence_length, rank, ranks));
+    if (plan.memory().bytes() > summary.bytes_per_rank) {
+      summary.bytes_per_rank = plan.memory().bytes();
+      summary.memory = plan.memory().categories();
+    }
+    const EnginePlan::Communication communication = plan.communication();
+    summary.gather_bytes_per_step =
+        std::max(summary.gather_bytes_per_step, communication.gather_bytes);
+    summary.reduce_bytes_per_step =
+        std::max(summary.reduce_bytes_per_step, communication.reduce_bytes);
+  }
+  summary.memory.emplace_back("program and libraries", kLibraryBytes);
+  summary.bytes_per_rank += kLibraryBytes;
+  return summary;
+}
+
+void check_memory(const RunSummary& summary, std::int64_t limit) {
+  if (limit == 0 || summary.bytes_per_rank <= limit) return;
+  const auto largest =
+      std::max_element(summary.memory.begin(), summary.memory.end(),
+                       [](const auto& a, const auto& b) { return a.second < b.second; });
+  throw Error(ExitCode::kUsage,
+              "the run needs " + std::to_string(summary.bytes_per_rank) +
+                  " bytes a rank, more than the limit of " + std::to_string(limit) +
+                  "; the largest part is " + largest->first + " with " +
+                  std::to_string(largest->second) +
+                  " bytes: use more ranks, execution.recompute or a smaller train.micro_batch");
+}
+
+}  // namespace tessera

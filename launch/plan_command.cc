@@ -1,0 +1,147 @@
+#include "launch/plan_command.h"
+
+#include <cstdio>
+#include <map>
+#include <memory>
+#include <nlohmann/json.hpp>
+#include <string>
+#include <vector>
+
+#include "data/recipe.h"
+#include "launch/plan.h"
+
+namespace tessera {
+namespace {
+
+struct PlanArguments {
+  std::string config;
+  std::vector<std::string> overrides;
+  int ranks = 1;
+  std::int64_t memory = 0;
+  bool json = false;
+};
+
+// "12,345,678".
+std::string grouped(std::int64_t number) {
+  std::string digits = std::to_string(number);
+  for (int i = static_cast<int>(digits.size()) - 3; i > 0; i -= 3) {
+    digits.insert(static_cast<std::size_t>(i), ",");
+  }
+  return digits;
+}
+
+void line(const std::string& name, const std::string& value) {
+  std::printf("  %-34s %20s\n", name.c_str(), value.c_str());
+}
+
+void print_json(const RunSummary& summary, int ranks) {
+  nlohmann::ordered_json json;
+  json["total_parameters"] = summary.total_parameters;
+  json["active_parameters"] = summary.active_parameters;
+  json["embedding_parameters"] = summary.embedding_parameters;
+  json["head_parameters"] = summary.head_parameters;
+  json["layers"] = nlohmann::ordered_json::array();
+  for (const LayerSummary& layer : summary.layers) {
+    json["layers"].push_back(
+        {{"mixer", layer.mixer},
+         {"mixer_parameters", layer.mixer_parameters},
+         {"feed_forward_parameters", layer.feed_forward_parameters},
+         {"norm_parameters", layer.norm_parameters},
+         {"mixer_flops_per_token", layer.mixer_flops_per_token},
+         {"feed_forward_flops_per_token", layer.feed_forward_flops_per_token}});
+  }
+  json["forward_flops_per_token"] = summary.forward_flops_per_token;
+  json["train_flops_per_token"] = summary.train_flops_per_token;
+  json["ranks"] = ranks;
+  json["bytes_per_rank"] = summary.bytes_per_rank;
+  for (const auto& [category, bytes] : summary.memory) json["memory"][category] = bytes;
+  json["gather_bytes_per_step"] = summary.gather_bytes_per_step;
+  json["reduce_bytes_per_step"] = summary.reduce_bytes_per_step;
+  std::printf("%s\n", json.dump(2).c_str());
+}
+
+void print_table(const RunSummary& summary, int ranks) {
+  std::printf("Layers (FLOPs per token of one forward pass)\n");
+  std::printf("  %5s  %-14s %16s %16s %14s %14s\n", "layer", "mixer", "mixer", "feed-forward",
+              "mixer FLOPs", "f.-f. FLOPs");
+  std::map<std::string, std::int64_t> by_type;
+  std::int64_t feed_forward = 0, norms = 0;
+  for (std::size_t l = 0; l < summary.layers.size(); ++l) {
+    const LayerSummary& layer = summary.layers[l];
+    std::printf("  %5zu  %-14s %16s %16s %14.4g %14.4g\n", l, layer.mixer.c_str(),
+                grouped(layer.mixer_parameters).c_str(),
+                grouped(layer.feed_forward_parameters).c_str(), layer.mixer_flops_per_token,
+                layer.feed_forward_flops_per_token);
+    by_type[layer.mixer] += layer.mixer_parameters;
+    feed_forward += layer.feed_forward_parameters;
+    norms += layer.norm_parameters;
+  }
+  std::printf("Parameters\n");
+  line("embedding", grouped(summary.embedding_parameters));
+  for (const auto& [type, parameters] : by_type) line("mixers: " + type, grouped(parameters));
+  line("feed-forward", grouped(feed_forward));
+  line("norms of the blocks", grouped(norms));
+  line("head with the final norm", grouped(summary.head_parameters));
+  line("total", grouped(summary.total_parameters));
+  line("active per token", grouped(summary.active_parameters));
+  std::printf("FLOPs per token\n");
+  char text[32];
+  std::snprintf(text, sizeof(text), "%.6g", summary.forward_flops_per_token);
+  line("forward", text);
+  std::snprintf(text, sizeof(text), "%.6g", summary.train_flops_per_token);
+  line("forward and backward", text);
+  std::printf("Bytes per rank, %d rank%s (of the rank that needs most)\n", ranks,
+              ranks == 1 ? "" : "s");
+  for (const auto& [category, bytes] : summary.memory) line(category, grouped(bytes));
+  line("total", grouped(summary.bytes_per_rank));
+  std::printf("Bytes sent per rank and step\n");
+  line("gather", grouped(summary.gather_bytes_per_step));
+  line("reduce", grouped(summary.reduce_bytes_per_step));
+}
+
+void plan(const PlanArguments& arguments) {
+  Config config = load_config(arguments.config, arguments.overrides);
+  ModelConfig& model = *config.mutable_model();
+  // The recipe says how long the sequences are; without its file the model's own length is planned.
+  std::int64_t length = model.length();
+  try {
+    length = read_recipe(config.data().recipe()).sequence_length;
+  } catch (const Error&) {
+    if (length == 0) throw;
+  }
+  if (model.length() == 0) model.set_length(length);
+  const Stack stack(model);
+  const RunSummary summary = summarise(stack, config, length, arguments.ranks);
+  if (arguments.json) {
+    print_json(summary, arguments.ranks);
+  } else {
+    print_table(summary, arguments.ranks);
+  }
+  check_memory(summary,
+               arguments.memory > 0 ? arguments.memory : config.execution().memory_limit_bytes());
+}
+
+}  // namespace
+
+void add_plan_command(CLI::App& app) {
+  auto arguments = std::make_shared<PlanArguments>();
+  CLI::App* command = app.add_subcommand(
+      "plan", "Exact parameters, FLOPs, memory and communication of a config; starts nothing");
+  command->footer("Example:\n  tessera plan --config my.textproto --ranks 16 --memory 80000000000");
+  command->add_option("--config", arguments->config, "Config (launch/config.proto, text format)")
+      ->required();
+  command->add_option("--set", arguments->overrides, "path=value, overrides a field; repeatable")
+      ->expected(1)
+      ->multi_option_policy(CLI::MultiOptionPolicy::TakeAll);
+  command->add_option("--ranks", arguments->ranks, "Ranks to plan for")
+      ->check(CLI::Range(1, 1 << 20))
+      ->capture_default_str();
+  command
+      ->add_option("--memory", arguments->memory,
+                   "Bytes a rank may use; a config that needs more is refused")
+      ->check(CLI::NonNegativeNumber);
+  command->add_flag("--json", arguments->json, "One JSON object instead of tables");
+  command->callback([arguments] { plan(*arguments); });
+}
+
+}  // namespace tessera

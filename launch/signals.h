@@ -1,0 +1,12 @@
+// Signals that ask a run to stop: SIGTERM, SIGINT, SIGUSR1.
+#pragma once
+
+namespace tessera {
+
+// The first signal sets a flag. A second SIGTERM or SIGINT ends the process at once; SIGUSR1 may
+// come any number of times, since the launcher repeats it until it is acknowledged. The file named
+// by the environment's TESSERA_SIGNAL_ACK, if any, is made when a signal is seen.
+void install_stop_signals();
+bool stop_signal_seen();
+
+}  // namespace tessera

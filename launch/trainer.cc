@@ -1,0 +1,428 @@
+#include "launch/trainer.h"
+
+#include <glog/logging.h>
+
+#include <algorithm>
+#include <bit>
+#include <chrono>
+#include <cstdio>
+#include <filesystem>
+
+#include "launch/signals.h"
+#include "launch/together.h"
+#include "launch/version.h"
+#include "optim/schedule.h"
+#include "parallel/checkpoint.h"
+
+namespace tessera {
+namespace {
+
+double seconds_since(std::chrono::steady_clock::time_point start) {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+}
+
+std::int64_t quanta_of(const Config& config) {
+  return config.train().global_batch() / config.train().micro_batch();
+}
+
+}  // namespace
+
+void resolve(Config& config, const TokenStream& stream) {
+  const std::int64_t length = stream.sequence_length();
+  ModelConfig& model = *config.mutable_model();
+  if (model.length() == 0) model.set_length(length);
+  if (model.length() < length) {
+    throw Error(ExitCode::kUsage, "model.length: must be at least the recipe's sequence_length " +
+                                      std::to_string(length) + ", is " +
+                                      std::to_string(model.length()));
+  }
+  if (model.vocabulary() < stream.corpus().vocabulary) {
+    throw Error(ExitCode::kUsage, "model.vocabulary: must be at least the data's " +
+                                      std::to_string(stream.corpus().vocabulary) +
+                                      " token ids, is " + std::to_string(model.vocabulary()));
+  }
+  TrainConfig& train = *config.mutable_train();
+  if (train.steps() == 0) train.set_steps(stream.samples() / train.global_batch());
+  if (train.steps() == 0) {
+    throw Error(
+        ExitCode::kUsage,
+        "train.steps: the recipe's total_tokens make less than one step of train.global_batch " +
+            std::to_string(train.global_batch()) + " samples");
+  }
+}
+
+std::string run_numerics(const Config& config, const TokenStream& stream) {
+  return numerics(config) + "data.recipe_sha256=\"" + recipe_digest(stream.recipe()) +
+         "\"\ndata.manifests_sha256=\"" + stream.corpus().digest + "\"\ndata.tokenizer_sha256=\"" +
+         stream.corpus().tokenizer_digest + "\"\n";
+}
+
+EngineOptions engine_options(const Config& config, std::int64_t sequence_length, int rank,
+                             int ranks) {
+  EngineOptions options;
+  options.rank = rank;
+  options.ranks = ranks;
+  options.quantum = {config.train().micro_batch(), sequence_length,
+                     static_cast<int>(config.execution().threads())};
+  options.quanta = quanta_of(config);
+  options.accumulate = config.parallel().accumulate() == ParallelConfig::LOCAL
+                           ? Accumulate::kLocal
+                           : Accumulate::kSharded;
+  options.gather_per_step = config.parallel().gather() == ParallelConfig::PER_STEP;
+  options.recompute = config.execution().recompute();
+  return options;
+}
+
+Trainer::Trainer(const Config& config, const TokenStream& stream, const Stack& stack,
+                 const RunFolder& folder, const ResumeOptions& resume, Communicator& communicator,
+                 Device& device, Activity& activity)
+    : config_(config),
+      stream_(stream),
+      stack_(stack),
+      folder_(folder),
+      communicator_(communicator),
+      device_(device),
+      activity_(activity),
+      length_(stream.sequence_length()),
+      numerics_(run_numerics(config, stream)) {
+  activity_.set("grant memory");
+  together(communicator_, "memory", [&] {
+    plan_.emplace(stack, engine_options(config, length_, communicator.rank(), communicator.size()));
+    engine_ = std::make_unique<Engine>(stack, *plan_, device, communicator, activity);
+  });
+  if (quanta_of(config) % communicator.size() != 0) {
+    say("note: " + std::to_string(communicator.size()) + " ranks don't divide the step's " +
+        std::to_string(quanta_of(config)) + " quanta: some ranks wait; the results are the same");
+  }
+  start(resume);
+}
+
+void Trainer::start(const ResumeOptions& resume) {
+  activity_.set("read checkpoint");
+  bool resumed = false;
+  if (resume.from != "auto" && resume.from != "never") {
+    resumed = resume_from(resume.from, resume, false);
+  } else {
+    std::vector<CheckpointEntry> entries;
+    std::string usable;  // paths, newest first, a line each: the same on all ranks
+    together(communicator_, "list checkpoints", [&] {
+      if (communicator_.rank() != 0) return;
+      entries = list_checkpoints(folder_.checkpoints());
+      for (const CheckpointEntry& entry : entries) {
+        if (!entry.fault.empty()) {
+          say("skipping " + entry.path + ": " + entry.fault);
+        } else {
+          usable += entry.path + "\n";
+        }
+      }
+      if (resume.from == "never" && !entries.empty()) {
+        throw Error(ExitCode::kUsage,
+                    folder_.path +
+                        " already holds checkpoints of a run: remove it or choose "
+                        "another --run-dir to start anew (--resume never)");
+      }
+    });
+    communicator_.broadcast("list checkpoints", usable, 0);
+    const bool any = !usable.empty();
+    while (!resumed && !usable.empty()) {
+      const std::size_t end = usable.find('\n');
+      resumed = resume_from(usable.substr(0, end), resume, true);
+      usable.erase(0, end + 1);
+    }
+    if (any && !resumed) {
+      throw AgreedError(ExitCode::kCheckpoint,
+                        folder_.checkpoints() + ": no checkpoint of the run can be resumed from");
+    }
+  }
+  if (!resumed) {
+    engine_->initialise(config_.train().seed());
+    if (!config_.train().init_from().empty()) load_parameters(config_.train().init_from());
+  }
+  last_step_ = config_.train().steps();
+  if (config_.train().stop_at_step() > 0) {
+    last_step_ = std::min(last_step_, config_.train().stop_at_step());
+  }
+  together(communicator_, "open metrics", [&] {
+    if (communicator_.rank() != 0) return;
+    metrics_ = std::make_unique<MetricsFile>(folder_.metrics(), steps_done_);
+    if (config_.logging().tensorboard()) {
+      events_ = std::make_unique<TensorBoardWriter>(folder_.tensorboard(), steps_done_);
+    }
+  });
+  const std::int64_t step_tokens = config_.train().global_batch() * length_;
+  progress_.emplace(config_.train().steps(),
+                    std::max<std::int64_t>(last_step_ - steps_done_, 0) * step_tokens);
+}
+
+// With may_skip a damaged file is said and skipped; a config that doesn't fit never is.
+bool Trainer::resume_from(const std::string& path, const ResumeOptions& resume, bool may_skip) {
+  CheckpointMeta meta;
+  try {
+    together(communicator_, "read checkpoint", [&] { meta = read_checkpoint_meta(path); });
+    together(communicator_, "compare with checkpoint", [&] {
+      const auto saved = meta.texts.find("config");
+      check_resume(saved == meta.texts.end() ? "" : saved->second, numerics_, resume.allow_change);
+    });
+    agreed([&] { read_checkpoint(communicator_, path, engine_->arrays(true)); });
+  } catch (const AgreedError& error) {
+    if (!may_skip || error.code() != ExitCode::kCheckpoint) throw;
+    say("skipping " + path + ": " + error.what());
+    return false;
+  }
+  steps_done_ = meta.step;
+  saved_step_ = meta.step;
+  optim_state_.adam_steps = meta.state["adam_steps"];
+  optim_state_.bad_steps_in_a_row = meta.state["bad_steps_in_a_row"];
+  say("resuming from " + path + " at step " + std::to_string(steps_done_));
+  return true;
+}
+
+void Trainer::load_parameters(const std::string& path) {
+  agreed([&] { read_checkpoint(communicator_, path, engine_->arrays(false)); });
+  say("parameters from " + path + "; moments, stream and schedule start anew");
+}
+
+void Trainer::start_loader() {
+  const QuantumShare& share = plan_->share();
+  const int rank = communicator_.rank();
+  const std::int64_t count = share.count(rank);
+  if (count == 0) return;
+  const std::int64_t last = last_step_;
+  loader_ = std::make_unique<Loader>(
+      stream_, config_.train().micro_batch(),
+      [share, rank, count, last](std::int64_t n) {
+        const std::int64_t step = n / count;
+        if (step >= last) return std::int64_t{-1};
+        return step * share.quanta() + share.quantum(n % count, rank);
+      },
+      std::clamp<std::int64_t>(2 * count, 2, 64), steps_done_ * count);
+}
+
+void Trainer::load_batches() {
+  activity_.set("wait for data");
+  const std::int64_t count = plan_->share().count(communicator_.rank());
+  for (std::int64_t round = 0; round < count; ++round) {
+    const Batch& batch = engine_->batch(round);
+    const View windows = loader_->acquire();
+    TESSERA_CHECK(!windows.empty());
+    split_windows(windows, batch.tokens, batch.labels);
+    fill_segments(windows, stream_.corpus().end_of_sequence, config_.data().document_masking(),
+                  batch.segments);
+    loader_->release();
+  }
+}
+
+// One step, as data flows: quanta in, this rank's shards updated, metrics out.
+StepResult Trainer::train_step() {
+  const auto start = std::chrono::steady_clock::now();
+  activity_.set_step(steps_done_);
+  communicator_.reset_traffic();
+  load_batches();
+  const double data_seconds = seconds_since(start);
+  const double rate = learning_rate(config_.optim(), steps_done_, config_.train().steps());
+  const std::int64_t count = plan_->share().count(communicator_.rank());
+  const StepResult result = engine_->step(config_.optim(), rate, count, optim_state_);
+  ++steps_done_;
+  write_metrics(result, rate, seconds_since(start), data_seconds);
+  return result;
+}
+
+void Trainer::write_metrics(const StepResult& result, double rate, double seconds,
+                            double data_seconds) {
+  const std::int64_t step_tokens = config_.train().global_batch() * length_;
+  StepMetrics metrics;
+  metrics.step = steps_done_ - 1;
+  metrics.tokens = steps_done_ * step_tokens;
+  metrics.sample = metrics.step * config_.train().global_batch();
+  metrics.loss = result.loss;
+  metrics.learning_rate = rate;
+  metrics.grad_norm = result.gradient_norm;
+  metrics.seconds = seconds;
+  metrics.tokens_per_second = static_cast<double>(step_tokens) / seconds;
+  metrics.gather_seconds = communicator_.traffic(Traffic::kGather).seconds;
+  metrics.reduce_seconds = communicator_.traffic(Traffic::kReduce).seconds +
+                           communicator_.traffic(Traffic::kControl).seconds;
+  metrics.data_seconds = data_seconds;
+  progress_->step_done(step_tokens, seconds);
+  together(communicator_, "write metrics", [&] {
+    if (communicator_.rank() != 0) return;
+    metrics_->write(metrics);
+    if (events_) events_->write(metrics);
+  });
+  const std::int64_t every = config_.logging().progress_every();
+  if (every > 0 && (steps_done_ % every == 0 || steps_done_ == last_step_)) {
+    say(progress_->line(metrics));
+  }
+  if (!result.applied) {
+    say("warning: step " + std::to_string(metrics.step) + " isn't applied: loss " +
+        std::to_string(result.loss) + ", gradient norm " + std::to_string(result.gradient_norm) +
+        ", samples " + std::to_string(metrics.sample) + " to " +
+        std::to_string(metrics.sample + config_.train().global_batch() - 1));
+  }
+}
+
+void Trainer::validate() {
+  const auto start = std::chrono::steady_clock::now();
+  activity_.set("validate");
+  const std::int64_t micro_batch = config_.train().micro_batch();
+  const std::int64_t limit = config_.validation().windows();
+  struct Group {
+    std::int64_t component, first, count;
+  };
+  std::vector<Group> groups;
+  std::vector<std::int64_t> windows_of(static_cast<std::size_t>(stream_.components()));
+  for (std::int64_t c = 0; c < stream_.components(); ++c) {
+    std::int64_t windows = stream_.held_out_windows(c);
+    if (limit > 0) windows = std::min(windows, limit);
+    windows_of[static_cast<std::size_t>(c)] = windows;
+    for (std::int64_t first = 0; first < windows; first += micro_batch) {
+      groups.push_back({c, first, std::min(micro_batch, windows - first)});
+    }
+  }
+  const auto ranks = static_cast<std::size_t>(communicator_.size());
+  const auto rank = static_cast<std::size_t>(communicator_.rank());
+  const Batch& batch = engine_->batch(0);
+  std::vector<std::uint32_t> memory(static_cast<std::size_t>(micro_batch * (length_ + 1)));
+  const View windows(memory.data(), {micro_batch, length_ + 1});
+  std::vector<std::int64_t> loss_bits(groups.size());
+  for (std::size_t first = 0; first < groups.size(); first += ranks) {
+    const std::size_t g = first + rank;
+    if (g < groups.size()) {
+      std::fill(memory.begin(), memory.end(), 0U);
+      for (std::int64_t k = 0; k < groups[g].count; ++k) {
+        stream_.read_held_out(groups[g].component, groups[g].first + k,
+                              memory.data() + k * (length_ + 1));
+      }
+      split_windows(windows, batch.tokens, batch.labels);
+      fill_segments(windows, stream_.corpus().end_of_sequence, config_.data().document_masking(),
+                    batch.segments);
+      // A last group that isn't full has the shape of the others; what is missing doesn't count.
+      std::fill(batch.labels.as<std::int32_t>() + groups[g].count * length_,
+                batch.labels.as<std::int32_t>() + micro_batch * length_, kNoLabel);
+    }
+    const double loss = engine_->evaluate(g < groups.size());
+    if (g < groups.size()) loss_bits[g] = std::bit_cast<std::int64_t>(loss);
+  }
+  communicator_.all_reduce("validation losses", Reduction::kSum, std::span(loss_bits));
+
+  ValidationMetrics metrics;
+  metrics.step = steps_done_ - 1;
+  metrics.tokens = steps_done_ * config_.train().global_batch() * length_;
+  std::string text = "validation";
+  std::size_t group = 0;
+  for (std::int64_t c = 0; c < stream_.components(); ++c) {
+    std::vector<double> losses;
+    for (; group < groups.size() && groups[group].component == c; ++group) {
+      losses.push_back(std::bit_cast<double>(loss_bits[group]));
+    }
+    const std::int64_t count = windows_of[static_cast<std::size_t>(c)];
+    if (count == 0) continue;
+    const double loss = tree_sum(losses) / static_cast<double>(count * length_);
+    metrics.validation_loss.emplace_back(stream_.component_name(c), loss);
+    char entry[64];
+    std::snprintf(entry, sizeof(entry), " %.4f", loss);
+    text += "  " + stream_.component_name(c) + entry;
+  }
+  metrics.seconds = seconds_since(start);
+  together(communicator_, "write metrics", [&] {
+    if (communicator_.rank() != 0) return;
+    metrics_->write(metrics);
+    if (events_) events_->write(metrics);
+  });
+  say(text);
+}
+
+bool Trainer::checkpoint_due() const {
+  const CheckpointConfig& config = config_.checkpoint();
+  const auto& archive = config.archive_steps();
+  return (config.every() > 0 && steps_done_ % config.every() == 0) ||
+         (config.keep_every() > 0 && steps_done_ % config.keep_every() == 0) ||
+         std::find(archive.begin(), archive.end(), steps_done_) != archive.end();
+}
+
+void Trainer::save(bool last) {
+  if (saved_step_ == steps_done_) return;
+  activity_.set("write checkpoint");
+  CheckpointMeta meta;
+  meta.step = steps_done_;
+  const std::int64_t next_sample = steps_done_ * config_.train().global_batch();
+  meta.numbers["tokens"] = next_sample * length_;
+  meta.numbers["next_sample"] = next_sample;
+  meta.texts["config"] = numerics_;
+  meta.texts["recipe_digest"] = recipe_digest(stream_.recipe());
+  meta.texts["tokenizer_digest"] = stream_.corpus().tokenizer_digest;
+  meta.texts["seed"] = std::to_string(config_.train().seed());
+  meta.texts["program_version"] = kVersion;
+  meta.state["adam_steps"] = optim_state_.adam_steps;
+  meta.state["bad_steps_in_a_row"] = optim_state_.bad_steps_in_a_row;
+  std::string path;
+  try {
+    agreed([&] {
+      path = write_checkpoint(communicator_, folder_.checkpoints(), meta, engine_->arrays(true));
+    });
+  } catch (const AgreedError& error) {
+    if (last || config_.checkpoint().on_disk_full() == CheckpointConfig::STOP) throw;
+    say("warning: no checkpoint at step " + std::to_string(steps_done_) +
+        ", the run goes on: " + error.what());
+    return;
+  }
+  saved_step_ = steps_done_;
+  say("checkpoint " + path);
+  together(communicator_, "delete old checkpoints", [&] {
+    if (communicator_.rank() != 0) return;
+    Retention retention;
+    retention.keep_last = std::max<std::int64_t>(config_.checkpoint().keep_last(), 1);
+    retention.keep_every = config_.checkpoint().keep_every();
+    retention.archive_steps.assign(config_.checkpoint().archive_steps().begin(),
+                                   config_.checkpoint().archive_steps().end());
+    for (const std::string& deleted : apply_retention(folder_.checkpoints(), retention)) {
+      LOG(INFO) << "deleted " << deleted;
+    }
+  });
+}
+
+// Why the run ends at this step's edge; "" when it goes on. Agreed by all ranks.
+std::string Trainer::stop_reason() {
+  const std::int64_t signals =
+      communicator_.all_reduce("stop signal", Reduction::kMax, stop_signal_seen() ? 1 : 0);
+  if (steps_done_ >= config_.train().steps()) return "done";
+  if (signals != 0) return "signal";
+  if (steps_done_ >= last_step_) return "stop_at_step";
+  return "";
+}
+
+void Trainer::run() {
+  start_loader();
+  std::string reason = stop_reason();
+  while (reason.empty()) {
+    const StepResult result = train_step();
+    if (result.stop) {
+      together(communicator_, "write metrics", [&] {
+        if (metrics_) metrics_->write_stopped("numerics", steps_done_);
+      });
+      throw AgreedError(ExitCode::kNumerics,
+                        std::to_string(optim_state_.bad_steps_in_a_row) +
+                            " steps in a row had a loss or gradient that isn't finite, the last at "
+                            "step " +
+                            std::to_string(steps_done_ - 1) + "; the last checkpoint is kept");
+    }
+    reason = stop_reason();
+    const std::int64_t every = config_.validation().every();
+    if (every > 0 && (steps_done_ % every == 0 || reason == "done")) validate();
+    if (checkpoint_due()) save(!reason.empty());
+  }
+  save(true);
+  together(communicator_, "write metrics", [&] {
+    if (metrics_) metrics_->write_stopped(reason, steps_done_);
+  });
+  say("stopped: " + reason + " after " + std::to_string(steps_done_) + " steps");
+}
+
+void Trainer::say(const std::string& text) const {
+  LOG(INFO) << text;
+  if (communicator_.rank() != 0) return;
+  std::printf("%s\n", text.c_str());
+  std::fflush(stdout);
+}
+
+}  // namespace tessera
