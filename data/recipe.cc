@@ -60,7 +60,7 @@ struct Node {
     const std::string element = index < 0 ? "" : "[" + std::to_string(index) + "]";
     return Node{
         file, child,
-        places == nullptr ? nullptr : places->GetTreeForNested(descriptor, index < 0 ? 0 : index),
+        places == nullptr ? nullptr : places->GetTreeForNested(descriptor, index),
         path + field + element + "."};
   }
 };
