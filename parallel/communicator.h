@@ -64,6 +64,7 @@ class Communicator {
   const std::string& host() const { return hosts_[static_cast<std::size_t>(rank_)]; }
   const std::vector<std::string>& hosts() const { return hosts_; }  // by rank
   MPI_Comm handle() const { return comm_; }
+  Activity* activity() const { return activity_; }  // may be null
 
   // A flat array in `size()` slices, rank r's being elements [bounds[r], bounds[r + 1]) of `whole`
   // (any of them may be empty): every rank's slice to all. `mine` is this rank's slice and may be

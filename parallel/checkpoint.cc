@@ -1,0 +1,711 @@
+#include "parallel/checkpoint.h"
+
+#include <fcntl.h>
+#include <sys/stat.h>
+#include <sys/statvfs.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <cerrno>
+#include <csignal>
+#include <cstdio>
+#include <cstring>
+#include <filesystem>
+#include <set>
+#include <thread>
+
+#include "parallel/hdf5_file.h"
+
+namespace tessera {
+
+namespace fs = std::filesystem;
+
+namespace {
+
+using hdf5::Handle;
+using hdf5::kChecksumBytes;
+
+constexpr std::int64_t kElement = sizeof(float);
+constexpr std::int64_t kChecksumElements = kChecksumBytes / kElement;
+// More than the headers, links and heaps that an object was seen to take in the file.
+constexpr std::int64_t kBytesPerObject = 2048;
+constexpr const char* kPartial = ".partial";
+
+std::string system_reason() { return std::strerror(errno); }
+
+std::string array_at(const std::string& array, std::int64_t element) {
+  return "array " + array + " at element " + std::to_string(element);
+}
+
+// A stretch of an array that one rank holds, within one checksum's piece.
+struct Fragment {
+  std::int64_t array = 0;  // index in order of names
+  std::int64_t begin = 0;
+  std::int64_t end = 0;
+  std::int64_t crc = 0;
+};
+static_assert(sizeof(Fragment) == 32);
+
+std::vector<const CheckpointArray*> sorted(std::span<const CheckpointArray> arrays) {
+  std::vector<const CheckpointArray*> order;
+  for (const CheckpointArray& array : arrays) order.push_back(&array);
+  std::sort(order.begin(), order.end(),
+            [](const auto* a, const auto* b) { return a->name < b->name; });
+  for (std::size_t i = 0; i + 1 < order.size(); ++i) {
+    TESSERA_CHECK(order[i]->name != order[i + 1]->name);
+  }
+  return order;
+}
+
+void add_fragments(std::int64_t array, const CheckpointArray::Part& part,
+                   std::vector<Fragment>& fragments) {
+  for (std::int64_t begin = part.begin; begin < part.end;) {
+    const std::int64_t end =
+        std::min(part.end, (begin / kChecksumElements + 1) * kChecksumElements);
+    fragments.push_back(
+        {array, begin, end,
+         hdf5::crc_of(0, part.data + (begin - part.begin), (end - begin) * kElement)});
+    begin = end;
+  }
+}
+
+// Collective. Proves that the fragments of all ranks tile every array exactly once, and joins their
+// checksums. Throws the same on all ranks.
+std::vector<std::vector<std::uint32_t>> join(Communicator& communicator, const std::string& path,
+                                             const std::vector<const CheckpointArray*>& arrays,
+                                             const std::vector<Fragment>& mine) {
+  const std::vector<std::string> by_rank = communicator.all_gather_strings(
+      "checkpoint tiling",
+      std::string(reinterpret_cast<const char*>(mine.data()), mine.size() * sizeof(Fragment)));
+  std::vector<Fragment> all;
+  for (const std::string& bytes : by_rank) {
+    const std::size_t before = all.size();
+    all.resize(before + bytes.size() / sizeof(Fragment));
+    if (!bytes.empty()) std::memcpy(all.data() + before, bytes.data(), bytes.size());
+  }
+  std::sort(all.begin(), all.end(), [](const Fragment& a, const Fragment& b) {
+    return a.array != b.array ? a.array < b.array : a.begin < b.begin;
+  });
+  std::vector<std::vector<std::uint32_t>> checksums(arrays.size());
+  std::size_t next = 0;
+  for (std::size_t i = 0; i < arrays.size(); ++i) {
+    const std::int64_t count = arrays[i]->shape.count();
+    const auto fail = [&](std::int64_t element, const char* what) {
+      throw Error(ExitCode::kCheckpoint,
+                  "checkpoint " + path + ": " + array_at(arrays[i]->name, element) + " " + what);
+    };
+    std::int64_t at = 0;
+    for (; next < all.size() && all[next].array == static_cast<std::int64_t>(i); ++next) {
+      const Fragment& fragment = all[next];
+      if (fragment.begin > at) fail(at, "is held by no rank");
+      if (fragment.begin < at) fail(fragment.begin, "is held by more than one rank");
+      if (fragment.end > count) fail(count, "doesn't exist, but a rank holds it");
+      const auto crc = static_cast<std::uint32_t>(fragment.crc);
+      if (at % kChecksumElements == 0) {
+        checksums[i].push_back(crc);
+      } else {
+        checksums[i].back() =
+            hdf5::crc_joined(checksums[i].back(), crc, (fragment.end - fragment.begin) * kElement);
+      }
+      at = fragment.end;
+    }
+    if (at != count) fail(at, "is held by no rank");
+  }
+  return checksums;
+}
+
+// Parts cut into transfers that HDF5 and MPI-IO take.
+std::vector<CheckpointArray::Part> transfers(const CheckpointArray& array, std::int64_t bytes) {
+  const std::int64_t elements = std::max<std::int64_t>(bytes / kElement, 1);
+  std::vector<CheckpointArray::Part> cut;
+  for (const CheckpointArray::Part& part : array.parts) {
+    for (std::int64_t begin = part.begin; begin < part.end; begin += elements) {
+      cut.push_back(
+          {begin, std::min(begin + elements, part.end), part.data + (begin - part.begin)});
+    }
+  }
+  return cut;
+}
+
+void sync_path(const std::string& path, int flags) {
+  const int file = ::open(path.c_str(), flags | O_CLOEXEC);
+  if (file < 0) throw Error(ExitCode::kCheckpoint, path + " can't be opened: " + system_reason());
+  const bool done = ::fsync(file) == 0;
+  const std::string why = done ? "" : system_reason();
+  ::close(file);
+  if (!done) throw Error(ExitCode::kCheckpoint, path + " can't be synced: " + why);
+}
+
+// Makes sure that `bytes` fit in the file, without changing its size.
+void reserve(int file, const std::string& path, std::int64_t bytes) {
+  const auto lack = [&](const std::string& why) {
+    throw Error(ExitCode::kCheckpoint, "checkpoint " + path + " needs " + std::to_string(bytes) +
+                                           " bytes, which can't be had: " + why);
+  };
+  // A file larger than the process may write is answered by a signal, which would end it.
+  struct sigaction ignore = {}, before = {};
+  ignore.sa_handler = SIG_IGN;
+  sigaction(SIGXFSZ, &ignore, &before);
+  int result = 0;
+  do {
+    result = ::fallocate(file, FALLOC_FL_KEEP_SIZE, 0, bytes);
+  } while (result != 0 && errno == EINTR);
+  const int error = errno;
+  sigaction(SIGXFSZ, &before, nullptr);
+  if (result == 0) return;
+  if (error != EOPNOTSUPP && error != ENOSYS) lack(std::strerror(error));
+  struct statvfs space = {};
+  if (::fstatvfs(file, &space) == 0 &&
+      static_cast<std::int64_t>(space.f_bavail) * static_cast<std::int64_t>(space.f_frsize) <
+          bytes) {
+    lack(std::strerror(ENOSPC));
+  }
+}
+
+// Runs `work` on rank 0; its error is thrown on all ranks.
+template <class Work>
+void on_first_rank(Communicator& communicator, const char* unit, const Work& work) {
+  std::string error;
+  if (communicator.rank() == 0) {
+    try {
+      work();
+    } catch (const std::exception& caught) {
+      error = caught.what();
+    }
+  }
+  communicator.broadcast(unit, error, 0);
+  if (!error.empty()) throw Error(ExitCode::kCheckpoint, error);
+}
+
+// One checkpoint being written. From the moment that HDF5 has the file open, a failure ends the
+// job: closing a file after a failed collective write crashes or hangs.
+class Writer {
+ public:
+  Writer(Communicator& communicator, std::string path, std::int64_t step,
+         const CheckpointOptions& options)
+      : communicator_(communicator), path_(std::move(path)), step_(step), options_(options) {}
+
+  void open(const CheckpointMeta& meta, const std::vector<const CheckpointArray*>& arrays,
+            const std::vector<std::vector<std::uint32_t>>& checksums) {
+    const Handle create(H5Pcreate(H5P_FILE_CREATE), H5Pclose);
+    require(H5Pset_obj_track_times(create.get(), false) >= 0, "set up");
+    const Handle access(H5Pcreate(H5P_FILE_ACCESS), H5Pclose);
+    require(H5Pset_fapl_mpio(access.get(), communicator_.handle(), MPI_INFO_NULL) >= 0 &&
+                H5Pset_libver_bounds(access.get(), H5F_LIBVER_V110, H5F_LIBVER_V110) >= 0 &&
+                H5Pset_coll_metadata_write(access.get(), true) >= 0,
+            "set up");
+    file_ = Handle(H5Fcreate(path_.c_str(), H5F_ACC_TRUNC, create.get(), access.get()), H5Fclose);
+    require(file_.valid(), "created");
+
+    std::set<std::string> groups{"params", "adamw", "state", "meta", "meta/checksums"};
+    const auto add_groups = [&](const std::string& array) {
+      for (std::size_t slash = array.find('/'); slash != std::string::npos;
+           slash = array.find('/', slash + 1)) {
+        groups.insert(array.substr(0, slash));
+      }
+    };
+    for (const CheckpointArray* array : arrays) {
+      add_groups(array->name);
+      add_groups("meta/checksums/" + array->name);
+    }
+    if (!meta.state.empty()) add_groups("meta/checksums/state/");
+    const Handle group_create(H5Pcreate(H5P_GROUP_CREATE), H5Pclose);
+    require(H5Pset_obj_track_times(group_create.get(), false) >= 0, "set up");
+    for (const std::string& group : groups) {
+      const Handle made(
+          H5Gcreate2(file_.get(), group.c_str(), H5P_DEFAULT, group_create.get(), H5P_DEFAULT),
+          H5Gclose);
+      require(made.valid(), "extended by group " + group);
+    }
+
+    const Handle data_create(H5Pcreate(H5P_DATASET_CREATE), H5Pclose);
+    require(H5Pset_obj_track_times(data_create.get(), false) >= 0 &&
+                H5Pset_layout(data_create.get(), H5D_CONTIGUOUS) >= 0 &&
+                H5Pset_alloc_time(data_create.get(), H5D_ALLOC_TIME_EARLY) >= 0 &&
+                H5Pset_fill_time(data_create.get(), H5D_FILL_TIME_NEVER) >= 0,
+            "set up");
+    const auto add = [&](const std::string& name, hid_t type, const Shape& shape) {
+      const Handle space = hdf5::space_of(shape);
+      Handle dataset(H5Dcreate2(file_.get(), name.c_str(), type, space.get(), H5P_DEFAULT,
+                                data_create.get(), H5P_DEFAULT),
+                     H5Dclose);
+      require(dataset.valid(), "extended by array " + name);
+      return dataset;
+    };
+    for (std::size_t i = 0; i < arrays.size(); ++i) {
+      data_.push_back(add(arrays[i]->name, H5T_IEEE_F32LE, arrays[i]->shape));
+    }
+    for (const auto& [name, value] : meta.state) {
+      state_.push_back(add("state/" + name, H5T_STD_I64LE, Shape{}));
+    }
+    for (std::size_t i = 0; i < arrays.size(); ++i) {
+      data_checksums_.push_back(add("meta/checksums/" + arrays[i]->name, H5T_STD_U32LE,
+                                    Shape{static_cast<std::int64_t>(checksums[i].size())}));
+    }
+    for (const auto& [name, value] : meta.state) {
+      state_checksums_.push_back(add("meta/checksums/state/" + name, H5T_STD_U32LE, Shape{1}));
+    }
+    write_attributes(meta);
+  }
+
+  // Every rank takes part in every transfer, with nothing when it has no more.
+  void write_arrays(const std::vector<const CheckpointArray*>& arrays,
+                    const std::vector<std::int64_t>& rounds) {
+    const Handle collective(H5Pcreate(H5P_DATASET_XFER), H5Pclose);
+    require(H5Pset_dxpl_mpio(collective.get(), H5FD_MPIO_COLLECTIVE) >= 0, "set up");
+    for (std::size_t i = 0; i < arrays.size(); ++i) {
+      if (communicator_.activity() != nullptr) {
+        communicator_.activity()->set("write checkpoint", arrays[i]->name);
+      }
+      const std::vector<CheckpointArray::Part> parts =
+          transfers(*arrays[i], options_.transfer_bytes);
+      const Handle file_space = hdf5::space_of(arrays[i]->shape);
+      for (std::int64_t round = 0; round < rounds[i]; ++round) {
+        CheckpointArray::Part part;
+        if (round < static_cast<std::int64_t>(parts.size())) {
+          part = parts[static_cast<std::size_t>(round)];
+        }
+        const std::int64_t count = part.end - part.begin;
+        const Shape flat{std::max<std::int64_t>(count, 1)};
+        const Handle memory_space = hdf5::space_of(flat);
+        // A pointer is wanted even for nothing.
+        float none = 0.0F;
+        require(hdf5::select_flat(file_space, arrays[i]->shape, part.begin, part.end) &&
+                    hdf5::select_flat(memory_space, flat, 0, count) &&
+                    H5Dwrite(data_[i].get(), H5T_NATIVE_FLOAT, memory_space.get(), file_space.get(),
+                             collective.get(), count > 0 ? part.data : &none) >= 0,
+                "written at array " + arrays[i]->name);
+      }
+    }
+  }
+
+  // Rank 0 alone, without synchronisation: the arrays are small, and space was allocated early.
+  void write_state(const CheckpointMeta& meta,
+                   const std::vector<std::vector<std::uint32_t>>& checksums) {
+    if (communicator_.rank() != 0) return;
+    const auto write = [&](const Handle& dataset, hid_t type, const void* values) {
+      require(H5Dwrite(dataset.get(), type, H5S_ALL, H5S_ALL, H5P_DEFAULT, values) >= 0,
+              "written at its state and checksums");
+    };
+    for (std::size_t i = 0; i < checksums.size(); ++i) {
+      write(data_checksums_[i], H5T_NATIVE_UINT32, checksums[i].data());
+    }
+    std::size_t i = 0;
+    for (const auto& [name, value] : meta.state) {
+      const std::uint32_t checksum = hdf5::crc_of(0, &value, sizeof(value));
+      write(state_[i], H5T_NATIVE_INT64, &value);
+      write(state_checksums_[i], H5T_NATIVE_UINT32, &checksum);
+      ++i;
+    }
+  }
+
+  void close() {
+    bool closed = true;
+    for (std::vector<Handle>* handles : {&data_, &state_, &data_checksums_, &state_checksums_}) {
+      for (Handle& handle : *handles) closed = handle.close() && closed;
+    }
+    require(closed && H5Fflush(file_.get(), H5F_SCOPE_GLOBAL) >= 0 && file_.close(), "closed");
+  }
+
+ private:
+  void require(bool done, const std::string& what) {
+    if (done) return;
+    std::fprintf(stderr, "rank %d on %s, step %lld: checkpoint %s can't be %s: %s\n",
+                 communicator_.rank(), communicator_.host().c_str(), static_cast<long long>(step_),
+                 path_.c_str(), what.c_str(), hdf5::reason().c_str());
+    MpiSession::abort(ExitCode::kCheckpoint);
+  }
+
+  void write_attributes(const CheckpointMeta& meta) {
+    const Handle group(H5Gopen2(file_.get(), "meta", H5P_DEFAULT), H5Gclose);
+    const Handle scalar(H5Screate(H5S_SCALAR), H5Sclose);
+    std::map<std::string, std::int64_t> numbers = meta.numbers;
+    numbers["format_version"] = kCheckpointFormat;
+    numbers["step"] = meta.step;
+    for (const auto& [name, number] : numbers) {
+      const Handle attribute(H5Acreate2(group.get(), name.c_str(), H5T_STD_I64LE, scalar.get(),
+                                        H5P_DEFAULT, H5P_DEFAULT),
+                             H5Aclose);
+      require(attribute.valid() && H5Awrite(attribute.get(), H5T_NATIVE_INT64, &number) >= 0,
+              "extended by /meta/" + name);
+    }
+    for (const auto& [name, text] : meta.texts) {
+      const Handle type(H5Tcopy(H5T_C_S1), H5Tclose);
+      require(H5Tset_size(type.get(), text.size() + 1) >= 0 &&
+                  H5Tset_cset(type.get(), H5T_CSET_UTF8) >= 0,
+              "set up");
+      const Handle attribute(
+          H5Acreate2(group.get(), name.c_str(), type.get(), scalar.get(), H5P_DEFAULT, H5P_DEFAULT),
+          H5Aclose);
+      require(attribute.valid() && H5Awrite(attribute.get(), type.get(), text.c_str()) >= 0,
+              "extended by /meta/" + name);
+    }
+  }
+
+  Communicator& communicator_;
+  std::string path_;
+  std::int64_t step_;
+  const CheckpointOptions& options_;
+  Handle file_;
+  std::vector<Handle> data_, state_, data_checksums_, state_checksums_;
+};
+
+// What is to be the same on all ranks, for creation is collective with identical arguments.
+std::uint32_t description(const std::string& folder, const CheckpointMeta& meta,
+                          const std::vector<const CheckpointArray*>& arrays) {
+  std::string text = folder + '\n' + std::to_string(meta.step);
+  for (const auto& [name, number] : meta.numbers) text += '\n' + name + std::to_string(number);
+  for (const auto& [name, value] : meta.texts) text += '\n' + name + value;
+  for (const auto& [name, number] : meta.state) text += '\n' + name + std::to_string(number);
+  for (const CheckpointArray* array : arrays) {
+    text += '\n' + array->name + array->shape.to_string();
+  }
+  return hdf5::crc_of(0, text.data(), static_cast<std::int64_t>(text.size()));
+}
+
+std::int64_t bytes_needed(const CheckpointMeta& meta,
+                          const std::vector<const CheckpointArray*>& arrays) {
+  std::int64_t bytes = 1 << 20;
+  for (const CheckpointArray* array : arrays) {
+    const std::int64_t data = array->shape.count() * kElement;
+    const std::int64_t checksums = (data / kChecksumBytes + 1) * 4;
+    bytes +=
+        data + checksums + 2 * (kBytesPerObject + static_cast<std::int64_t>(array->name.size()));
+  }
+  bytes += static_cast<std::int64_t>(meta.state.size() + meta.numbers.size()) * 2 * kBytesPerObject;
+  for (const auto& [name, text] : meta.texts) {
+    bytes += 2 * static_cast<std::int64_t>(text.size()) + kBytesPerObject;
+  }
+  return bytes;
+}
+
+// The step of "step-00000100.h5" or, with `partial`, of its leftover.
+std::optional<std::int64_t> step_of(const std::string& name, bool& partial) {
+  constexpr const char* kPrefix = "step-";
+  std::string stem = name;
+  partial = stem.ends_with(kPartial);
+  if (partial) stem.resize(stem.size() - std::strlen(kPartial));
+  if (!stem.starts_with(kPrefix) || !stem.ends_with(".h5")) return std::nullopt;
+  stem = stem.substr(std::strlen(kPrefix), stem.size() - std::strlen(kPrefix) - 3);
+  if (stem.empty() || stem.size() > 18 ||
+      stem.find_first_not_of("0123456789") != std::string::npos) {
+    return std::nullopt;
+  }
+  return std::stoll(stem);
+}
+
+// Structure only: every array has checksums of the right number.
+CheckpointMeta check_structure(const hdf5::CheckpointFile& file) {
+  CheckpointMeta meta = file.meta();
+  for (const char* group : {"params", "adamw"}) {
+    for (const std::string& array : file.arrays(group)) {
+      file.checksums(array, file.shape(array).count() * kElement);
+    }
+  }
+  return meta;
+}
+
+}  // namespace
+
+std::string checkpoint_name(std::int64_t step) {
+  std::array<char, 48> name{};
+  std::snprintf(name.data(), name.size(), "step-%08lld.h5", static_cast<long long>(step));
+  return name.data();
+}
+
+std::string write_checkpoint(Communicator& communicator, const std::string& folder,
+                             const CheckpointMeta& meta, std::span<const CheckpointArray> arrays,
+                             const CheckpointOptions& options) {
+  hdf5::silence();
+  const std::vector<const CheckpointArray*> order = sorted(arrays);
+  const std::string path = (fs::path(folder) / checkpoint_name(meta.step)).string();
+  const std::string partial = path + kPartial;
+  const std::int64_t same = description(folder, meta, order);
+  TESSERA_CHECK(communicator.all_reduce("checkpoint arguments", Reduction::kMin, same) ==
+                communicator.all_reduce("checkpoint arguments", Reduction::kMax, same));
+  const auto pause = [&] { std::this_thread::sleep_for(options.pause); };
+
+  std::vector<Fragment> fragments;
+  for (std::size_t i = 0; i < order.size(); ++i) {
+    for (const CheckpointArray::Part& part : order[i]->parts) {
+      add_fragments(static_cast<std::int64_t>(i), part, fragments);
+    }
+  }
+  const std::vector<std::vector<std::uint32_t>> checksums =
+      join(communicator, path, order, fragments);
+
+  on_first_rank(communicator, "checkpoint space", [&] {
+    std::error_code error;
+    fs::create_directories(folder, error);
+    if (error) {
+      throw Error(ExitCode::kCheckpoint,
+                  "checkpoint folder " + folder + " can't be made: " + error.message());
+    }
+    const int file = ::open(partial.c_str(), O_CREAT | O_TRUNC | O_WRONLY | O_CLOEXEC, 0666);
+    if (file < 0) {
+      throw Error(ExitCode::kCheckpoint,
+                  "checkpoint " + partial + " can't be created: " + system_reason());
+    }
+    // The file's size stays 0, so HDF5 finds nothing to cut off and the space stays reserved.
+    try {
+      reserve(file, path, bytes_needed(meta, order));
+      ::close(file);
+    } catch (...) {
+      ::close(file);
+      ::unlink(partial.c_str());
+      throw;
+    }
+  });
+  std::vector<std::int64_t> rounds;
+  for (const CheckpointArray* array : order) {
+    rounds.push_back(static_cast<std::int64_t>(transfers(*array, options.transfer_bytes).size()));
+  }
+  communicator.all_reduce("checkpoint rounds", Reduction::kMax, rounds);
+  pause();
+  {
+    Writer writer(communicator, partial, meta.step, options);
+    writer.open(meta, order, checksums);
+    pause();
+    writer.write_arrays(order, rounds);
+    pause();
+    writer.write_state(meta, checksums);
+    writer.close();
+  }
+  pause();
+  on_first_rank(communicator, "checkpoint rename", [&] {
+    struct stat status = {};
+    // Gives back what was reserved past the end.
+    if (::stat(partial.c_str(), &status) != 0 || ::truncate(partial.c_str(), status.st_size) != 0) {
+      throw Error(ExitCode::kCheckpoint,
+                  "checkpoint " + partial + " can't be closed: " + system_reason());
+    }
+    sync_path(partial, O_RDONLY);
+    pause();
+    if (::rename(partial.c_str(), path.c_str()) != 0) {
+      throw Error(ExitCode::kCheckpoint,
+                  "checkpoint " + path + " can't be put in place: " + system_reason());
+    }
+    sync_path(folder, O_RDONLY | O_DIRECTORY);
+  });
+  return path;
+}
+
+void read_checkpoint(Communicator& communicator, const std::string& path,
+                     std::span<const CheckpointArray> arrays) {
+  const std::vector<const CheckpointArray*> order = sorted(arrays);
+  std::vector<Fragment> fragments;
+  std::vector<std::vector<std::uint32_t>> stored;
+  std::string error;
+  try {
+    const hdf5::CheckpointFile file(path);
+    for (std::size_t i = 0; i < order.size(); ++i) {
+      const CheckpointArray& array = *order[i];
+      if (communicator.activity() != nullptr) {
+        communicator.activity()->set("read checkpoint", array.name);
+      }
+      const Shape saved = file.shape(array.name);
+      if (saved != array.shape) {
+        throw Error(ExitCode::kCheckpoint, "checkpoint " + path + ": array " + array.name +
+                                               " has shape " + saved.to_string() +
+                                               ", the run's has " + array.shape.to_string());
+      }
+      const CheckpointOptions options;
+      for (const CheckpointArray::Part& part : transfers(array, options.transfer_bytes)) {
+        file.read(array.name, part.begin, part.end, part.data);
+      }
+      for (const CheckpointArray::Part& part : array.parts) {
+        add_fragments(static_cast<std::int64_t>(i), part, fragments);
+      }
+      stored.push_back(file.checksums(array.name, array.shape.count() * kElement));
+    }
+  } catch (const Error& caught) {
+    error = caught.what();
+  }
+  communicator.agree("checkpoint", ExitCode::kCheckpoint, error);
+  const std::vector<std::vector<std::uint32_t>> found = join(communicator, path, order, fragments);
+  for (std::size_t i = 0; i < order.size(); ++i) {
+    for (std::size_t piece = 0; piece < found[i].size(); ++piece) {
+      if (found[i][piece] == stored[i][piece]) continue;
+      error = "checkpoint " + path + ": " +
+              array_at(order[i]->name, static_cast<std::int64_t>(piece) * kChecksumElements) +
+              " or in the 16 MiB from there is damaged: its checksum differs";
+      break;
+    }
+    if (!error.empty()) break;
+  }
+  communicator.agree("checkpoint", ExitCode::kCheckpoint, error);
+}
+
+CheckpointMeta read_checkpoint_meta(const std::string& path) {
+  return hdf5::CheckpointFile(path).meta();
+}
+
+std::vector<CheckpointEntry> list_checkpoints(const std::string& folder) {
+  std::vector<CheckpointEntry> entries;
+  std::error_code error;
+  for (fs::directory_iterator at(folder, error), end; !error && at != end; at.increment(error)) {
+    bool partial = false;
+    const std::optional<std::int64_t> step = step_of(at->path().filename().string(), partial);
+    if (!step) continue;
+    CheckpointEntry entry;
+    entry.path = at->path().string();
+    entry.step = *step;
+    std::error_code no_size;
+    const auto size = fs::file_size(at->path(), no_size);
+    if (!no_size) entry.bytes = static_cast<std::int64_t>(size);
+    if (partial) {
+      entry.fault = "a save that was cut short";
+    } else {
+      try {
+        const CheckpointMeta meta = check_structure(hdf5::CheckpointFile(entry.path));
+        const auto tokens = meta.numbers.find("tokens");
+        if (tokens != meta.numbers.end()) entry.tokens = tokens->second;
+        if (meta.step != *step) entry.fault = "its own step is " + std::to_string(meta.step);
+      } catch (const Error& caught) {
+        entry.fault = caught.what();
+      }
+    }
+    entries.push_back(std::move(entry));
+  }
+  std::sort(entries.begin(), entries.end(), [](const CheckpointEntry& a, const CheckpointEntry& b) {
+    return a.step != b.step ? a.step > b.step : a.path < b.path;
+  });
+  return entries;
+}
+
+std::vector<std::string> apply_retention(const std::string& folder, const Retention& retention) {
+  TESSERA_CHECK(retention.keep_last >= 1);
+  std::vector<std::string> deleted;
+  std::int64_t usable = 0;
+  for (const CheckpointEntry& entry : list_checkpoints(folder)) {
+    const bool partial = entry.path.ends_with(kPartial);
+    if (!partial) {
+      if (!entry.fault.empty()) continue;
+      const auto& archive = retention.archive_steps;
+      const bool kept = usable++ < retention.keep_last ||
+                        std::find(archive.begin(), archive.end(), entry.step) != archive.end() ||
+                        (retention.keep_every > 0 && entry.step % retention.keep_every == 0);
+      if (kept) continue;
+    }
+    std::error_code error;
+    if (fs::remove(entry.path, error)) deleted.push_back(entry.path);
+  }
+  return deleted;
+}
+
+std::vector<std::string> verify_checkpoint(const std::string& path) {
+  std::vector<std::string> faults;
+  const auto attempt = [&](const auto& work) {
+    try {
+      work();
+    } catch (const Error& error) {
+      faults.emplace_back(error.what());
+    }
+  };
+  attempt([&] {
+    const hdf5::CheckpointFile file(path);
+    attempt([&] { file.meta(); });
+    std::vector<float> piece;
+    for (const char* group : {"params", "adamw"}) {
+      for (const std::string& array : file.arrays(group)) {
+        attempt([&] {
+          const std::int64_t count = file.shape(array).count();
+          const std::vector<std::uint32_t> sums = file.checksums(array, count * kElement);
+          for (std::int64_t begin = 0; begin < count; begin += kChecksumElements) {
+            const std::int64_t end = std::min(count, begin + kChecksumElements);
+            piece.resize(static_cast<std::size_t>(end - begin));
+            file.read(array, begin, end, piece.data());
+            if (hdf5::crc_of(0, piece.data(), (end - begin) * kElement) !=
+                sums[static_cast<std::size_t>(begin / kChecksumElements)]) {
+              throw Error(ExitCode::kCheckpoint,
+                          "checkpoint " + path + ": " + array_at(array, begin) +
+                              " or in the 16 MiB from there is damaged: its checksum differs");
+            }
+          }
+        });
+      }
+    }
+    for (const std::string& array : file.arrays("state")) {
+      attempt([&] {
+        const std::int64_t value = file.read_state(array);
+        if (hdf5::crc_of(0, &value, sizeof(value)) != file.checksums(array, sizeof(value))[0]) {
+          throw Error(ExitCode::kCheckpoint, "checkpoint " + path + ": array " + array +
+                                                 " is damaged: its checksum differs");
+        }
+      });
+    }
+  });
+  return faults;
+}
+
+namespace {
+
+std::string hexadecimal(float value) {
+  std::array<char, 48> text{};
+  std::snprintf(text.data(), text.size(), "%a", static_cast<double>(value));
+  return text.data();
+}
+
+std::optional<CheckpointDifference> diff_array(const hdf5::CheckpointFile& a,
+                                               const hdf5::CheckpointFile& b,
+                                               const std::string& array) {
+  if (array.starts_with("state/")) {
+    const std::int64_t first = a.read_state(array);
+    const std::int64_t second = b.read_state(array);
+    if (first == second) return std::nullopt;
+    return CheckpointDifference{
+        array, {}, std::to_string(first) + " against " + std::to_string(second)};
+  }
+  const Shape shape = a.shape(array);
+  if (b.shape(array) != shape) {
+    return CheckpointDifference{
+        array, {}, "shape " + shape.to_string() + " against " + b.shape(array).to_string()};
+  }
+  std::vector<float> first, second;
+  for (std::int64_t begin = 0; begin < shape.count(); begin += kChecksumElements) {
+    const std::int64_t end = std::min(shape.count(), begin + kChecksumElements);
+    const auto count = static_cast<std::size_t>(end - begin);
+    first.resize(count);
+    second.resize(count);
+    a.read(array, begin, end, first.data());
+    b.read(array, begin, end, second.data());
+    for (std::size_t i = 0; i < count; ++i) {
+      // Bits, so that NaN equals itself and -0 doesn't equal 0.
+      if (std::memcmp(&first[i], &second[i], sizeof(float)) == 0) continue;
+      std::int64_t flat = begin + static_cast<std::int64_t>(i);
+      std::vector<std::int64_t> index(static_cast<std::size_t>(shape.rank()));
+      for (int axis = shape.rank() - 1; axis >= 0; --axis) {
+        index[static_cast<std::size_t>(axis)] = flat % shape[axis];
+        flat /= shape[axis];
+      }
+      return CheckpointDifference{array, std::move(index),
+                                  hexadecimal(first[i]) + " against " + hexadecimal(second[i])};
+    }
+  }
+  return std::nullopt;
+}
+
+}  // namespace
+
+std::optional<CheckpointDifference> diff_checkpoints(const std::string& a, const std::string& b) {
+  const hdf5::CheckpointFile first(a);
+  const hdf5::CheckpointFile second(b);
+  first.meta();
+  second.meta();
+  for (const char* group : {"params", "adamw", "state"}) {
+    const std::vector<std::string> of_first = first.arrays(group);
+    const std::vector<std::string> of_second = second.arrays(group);
+    std::set<std::string> names(of_first.begin(), of_first.end());
+    names.insert(of_second.begin(), of_second.end());
+    for (const std::string& array : names) {
+      if (!first.has(array)) return CheckpointDifference{array, {}, "missing in " + a};
+      if (!second.has(array)) return CheckpointDifference{array, {}, "missing in " + b};
+      std::optional<CheckpointDifference> difference = diff_array(first, second, array);
+      if (difference) return difference;
+    }
+  }
+  return std::nullopt;
+}
+
+}  // namespace tessera

@@ -1,0 +1,266 @@
+#include "parallel/hdf5_file.h"
+
+#include <zlib.h>
+
+#include <algorithm>
+#include <array>
+#include <cerrno>
+#include <cstring>
+#include <filesystem>
+
+#include "runtime/error.h"
+
+namespace tessera::hdf5 {
+
+namespace {
+
+struct Box {
+  std::array<hsize_t, Shape::kMaxRank> start{};
+  std::array<hsize_t, Shape::kMaxRank> count{};
+};
+
+// Boxes of the flat range [begin, end) of the sub-array that `box` fixes on the axes before `axis`.
+void add_boxes(const Shape& shape, int axis, std::int64_t begin, std::int64_t end, Box box,
+               std::vector<Box>& boxes) {
+  if (begin == end) return;
+  std::int64_t stride = 1;
+  for (int a = axis + 1; a < shape.rank(); ++a) stride *= shape[a];
+  const auto here = static_cast<std::size_t>(axis);
+  const auto inner = [&](std::int64_t index, std::int64_t from, std::int64_t to) {
+    Box part = box;
+    part.start[here] = static_cast<hsize_t>(index);
+    part.count[here] = 1;
+    add_boxes(shape, axis + 1, from, to, part, boxes);
+  };
+  std::int64_t first = begin / stride;
+  const std::int64_t last = end / stride;
+  if (begin % stride != 0) {
+    inner(first, begin % stride, std::min(stride, end - first * stride));
+    ++first;
+  }
+  if (first < last) {
+    Box part = box;
+    part.start[here] = static_cast<hsize_t>(first);
+    part.count[here] = static_cast<hsize_t>(last - first);
+    for (int a = axis + 1; a < shape.rank(); ++a) {
+      part.start[static_cast<std::size_t>(a)] = 0;
+      part.count[static_cast<std::size_t>(a)] = static_cast<hsize_t>(shape[a]);
+    }
+    boxes.push_back(part);
+  }
+  if (first <= last && end % stride != 0) inner(last, 0, end % stride);
+}
+
+extern "C" herr_t keep_innermost(unsigned, const H5E_error2_t* error, void* text) {
+  // The walk goes upward, so the first one is the innermost.
+  auto& reason = *static_cast<std::string*>(text);
+  if (reason.empty() && error->desc != nullptr) reason = error->desc;
+  return 0;
+}
+
+extern "C" herr_t keep_dataset(hid_t, const char* name, const H5O_info_t* info, void* names) {
+  if (info->type == H5O_TYPE_DATASET)
+    static_cast<std::vector<std::string>*>(names)->push_back(name);
+  return 0;
+}
+
+extern "C" herr_t keep_attribute(hid_t, const char* name, const H5A_info_t*, void* names) {
+  static_cast<std::vector<std::string>*>(names)->push_back(name);
+  return 0;
+}
+
+}  // namespace
+
+void silence() {
+  // Without this a file of another kind would print a stack of C functions.
+  H5Eset_auto2(H5E_DEFAULT, nullptr, nullptr);
+}
+
+std::string reason() {
+  std::string text;
+  H5Ewalk2(H5E_DEFAULT, H5E_WALK_UPWARD, keep_innermost, &text);
+  for (char& c : text) {
+    if (c == '\n') c = ' ';
+  }
+  return text.empty() ? "no reason given by HDF5" : text;
+}
+
+Handle space_of(const Shape& shape) {
+  if (shape.rank() == 0) return {H5Screate(H5S_SCALAR), H5Sclose};
+  std::array<hsize_t, Shape::kMaxRank> extents{};
+  for (int axis = 0; axis < shape.rank(); ++axis) {
+    extents[static_cast<std::size_t>(axis)] = static_cast<hsize_t>(shape[axis]);
+  }
+  return {H5Screate_simple(shape.rank(), extents.data(), nullptr), H5Sclose};
+}
+
+bool select_flat(const Handle& space, const Shape& shape, std::int64_t begin, std::int64_t end) {
+  if (begin == end) return H5Sselect_none(space.get()) >= 0;
+  if (shape.rank() == 0) return H5Sselect_all(space.get()) >= 0;
+  std::vector<Box> boxes;
+  add_boxes(shape, 0, begin, end, {}, boxes);
+  for (std::size_t i = 0; i < boxes.size(); ++i) {
+    const H5S_seloper_t how = i == 0 ? H5S_SELECT_SET : H5S_SELECT_OR;
+    if (H5Sselect_hyperslab(space.get(), how, boxes[i].start.data(), nullptr, boxes[i].count.data(),
+                            nullptr) < 0) {
+      return false;
+    }
+  }
+  return true;
+}
+
+std::uint32_t crc_of(std::uint32_t before, const void* data, std::int64_t bytes) {
+  return static_cast<std::uint32_t>(
+      crc32_z(before, static_cast<const Bytef*>(data), static_cast<std::size_t>(bytes)));
+}
+
+std::uint32_t crc_joined(std::uint32_t first, std::uint32_t second, std::int64_t second_bytes) {
+  return static_cast<std::uint32_t>(crc32_combine(first, second, second_bytes));
+}
+
+CheckpointFile::CheckpointFile(const std::string& path) : path_(path) {
+  silence();
+  std::error_code error;
+  if (!std::filesystem::is_regular_file(path, error)) {
+    fail(error ? error.message() : "not a file");
+  }
+  const Handle access(H5Pcreate(H5P_FILE_ACCESS), H5Pclose);
+  // Readers need no lock, and on network file systems locks fail or hang.
+  H5Pset_file_locking(access.get(), false, true);
+  file_ = Handle(H5Fopen(path.c_str(), H5F_ACC_RDONLY, access.get()), H5Fclose);
+  if (!file_.valid()) fail(reason());
+}
+
+void CheckpointFile::fail(const std::string& what) const {
+  throw Error(ExitCode::kCheckpoint, "checkpoint " + path_ + ": " + what);
+}
+
+CheckpointMeta CheckpointFile::meta() const {
+  CheckpointMeta meta;
+  const Handle group(H5Gopen2(file_.get(), "meta", H5P_DEFAULT), H5Gclose);
+  if (!group.valid()) fail("has no /meta, so it isn't a checkpoint of this program");
+  std::vector<std::string> names;
+  hsize_t from = 0;
+  if (H5Aiterate2(group.get(), H5_INDEX_NAME, H5_ITER_INC, &from, keep_attribute, &names) < 0) {
+    fail("/meta can't be read: " + reason());
+  }
+  for (const std::string& name : names) {
+    const Handle attribute(H5Aopen(group.get(), name.c_str(), H5P_DEFAULT), H5Aclose);
+    const Handle type(H5Aget_type(attribute.get()), H5Tclose);
+    if (H5Tget_class(type.get()) == H5T_STRING && H5Tis_variable_str(type.get()) == 0) {
+      std::string text(H5Tget_size(type.get()), '\0');
+      if (H5Aread(attribute.get(), type.get(), text.data()) < 0) {
+        fail("/meta/" + name + " can't be read: " + reason());
+      }
+      meta.texts[name] = text.substr(0, text.find('\0'));
+    } else if (H5Tget_class(type.get()) == H5T_INTEGER) {
+      std::int64_t number = 0;
+      if (H5Aread(attribute.get(), H5T_NATIVE_INT64, &number) < 0) {
+        fail("/meta/" + name + " can't be read: " + reason());
+      }
+      meta.numbers[name] = number;
+    } else {
+      fail("/meta/" + name + " is neither a number nor a text");
+    }
+  }
+  const auto take = [&](const std::string& name) {
+    const auto found = meta.numbers.find(name);
+    if (found == meta.numbers.end()) fail("has no /meta/" + name);
+    const std::int64_t number = found->second;
+    meta.numbers.erase(found);
+    return number;
+  };
+  const std::int64_t format = take("format_version");
+  if (format != kCheckpointFormat) {
+    fail("has format " + std::to_string(format) + ", this program reads " +
+         std::to_string(kCheckpointFormat));
+  }
+  meta.step = take("step");
+  for (const std::string& array : arrays("state")) {
+    meta.state[array.substr(std::strlen("state/"))] = read_state(array);
+  }
+  return meta;
+}
+
+std::vector<std::string> CheckpointFile::arrays(const std::string& what) const {
+  std::vector<std::string> names;
+  if (!has(what)) return names;
+  const Handle group(H5Gopen2(file_.get(), what.c_str(), H5P_DEFAULT), H5Gclose);
+  if (!group.valid() ||
+      H5Ovisit(group.get(), H5_INDEX_NAME, H5_ITER_INC, keep_dataset, &names) < 0) {
+    fail("/" + what + " can't be listed: " + reason());
+  }
+  for (std::string& name : names) name.insert(0, what + "/");
+  std::sort(names.begin(), names.end());
+  return names;
+}
+
+bool CheckpointFile::has(const std::string& array) const {
+  // Every group on the way has to exist for the question to be one.
+  for (std::size_t slash = array.find('/'); slash != std::string::npos;
+       slash = array.find('/', slash + 1)) {
+    if (H5Lexists(file_.get(), array.substr(0, slash).c_str(), H5P_DEFAULT) <= 0) return false;
+  }
+  return H5Lexists(file_.get(), array.c_str(), H5P_DEFAULT) > 0;
+}
+
+Handle CheckpointFile::open_array(const std::string& array) const {
+  if (!has(array)) fail("has no array " + array);
+  Handle data(H5Dopen2(file_.get(), array.c_str(), H5P_DEFAULT), H5Dclose);
+  if (!data.valid()) fail("array " + array + " can't be opened: " + reason());
+  return data;
+}
+
+Shape CheckpointFile::shape(const std::string& array) const {
+  const Handle data = open_array(array);
+  const Handle space(H5Dget_space(data.get()), H5Sclose);
+  const int rank = H5Sget_simple_extent_ndims(space.get());
+  if (rank < 0 || rank > Shape::kMaxRank) {
+    fail("array " + array + " has " + std::to_string(rank) + " axes");
+  }
+  std::array<hsize_t, Shape::kMaxRank> extents{};
+  H5Sget_simple_extent_dims(space.get(), extents.data(), nullptr);
+  return Shape(std::vector<std::int64_t>(extents.begin(), extents.begin() + rank));
+}
+
+void CheckpointFile::read(const std::string& array, std::int64_t begin, std::int64_t end,
+                          float* data) const {
+  if (begin == end) return;
+  const Handle dataset = open_array(array);
+  const Handle type(H5Dget_type(dataset.get()), H5Tclose);
+  if (H5Tequal(type.get(), H5T_IEEE_F32LE) <= 0) fail("array " + array + " isn't 32-bit float");
+  const Handle file_space(H5Dget_space(dataset.get()), H5Sclose);
+  const Handle memory_space = space_of(Shape{end - begin});
+  if (!select_flat(file_space, shape(array), begin, end) ||
+      H5Dread(dataset.get(), H5T_NATIVE_FLOAT, memory_space.get(), file_space.get(), H5P_DEFAULT,
+              data) < 0) {
+    fail("array " + array + " can't be read: " + reason());
+  }
+}
+
+std::int64_t CheckpointFile::read_state(const std::string& array) const {
+  std::int64_t value = 0;
+  const Handle dataset = open_array(array);
+  const Handle space(H5Dget_space(dataset.get()), H5Sclose);
+  if (H5Sget_simple_extent_npoints(space.get()) != 1 ||
+      H5Dread(dataset.get(), H5T_NATIVE_INT64, H5S_ALL, H5S_ALL, H5P_DEFAULT, &value) < 0) {
+    fail("array " + array + " can't be read: " + reason());
+  }
+  return value;
+}
+
+std::vector<std::uint32_t> CheckpointFile::checksums(const std::string& array,
+                                                     std::int64_t bytes) const {
+  std::vector<std::uint32_t> sums(
+      static_cast<std::size_t>((bytes + kChecksumBytes - 1) / kChecksumBytes));
+  const std::string name = "meta/checksums/" + array;
+  const Handle dataset = open_array(name);
+  const Handle space(H5Dget_space(dataset.get()), H5Sclose);
+  if (H5Sget_simple_extent_npoints(space.get()) != static_cast<hssize_t>(sums.size()) ||
+      H5Dread(dataset.get(), H5T_NATIVE_UINT32, H5S_ALL, H5S_ALL, H5P_DEFAULT, sums.data()) < 0) {
+    fail("array " + name + " can't be read");
+  }
+  return sums;
+}
+
+}  // namespace tessera::hdf5
