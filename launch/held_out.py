@@ -84,7 +84,7 @@ def main():
     if arguments.mean_entropy:
         print(f"{bound:.4f}")
         return
-    print(f"held out, after step {last['step']}    tokens      loss   unigram     below")
+    print(f"held out, after {last['step'] + 1:5d} steps  tokens      loss   unigram     below")
     print("                               " + "             entropy   by")
     for name, count, value, level in rows + [("mean", sum(r[1] for r in rows), loss, bound)]:
         print(f"  {name:<26}{count:8d}{value:10.3f}{level:10.3f}{level - value:10.3f}")
