@@ -52,9 +52,17 @@ struct ParameterSpec {
 // What every call of a layer gets besides its input and output.
 struct LayerMemory {
   std::span<const View> parameters;
-  std::span<const View> saved;    // as saved() declared; written by forward, read by backward
-  std::span<const View> scratch;  // as scratch() declared; contents undefined before and after
+  std::span<const View> saved;  // as saved() declared; written by forward, read by backward
+  // As scratch() declared or larger, f32; contents undefined before and after. Layers that run one
+  // after the other get the same memory, so its shape is what the layer says: shaped().
+  std::span<const View> scratch;
 };
+
+// The first elements of a view, under a shape of at most its count.
+inline View shaped(const View& room, Shape shape) {
+  TESSERA_CHECK(shape.count() <= room.count());
+  return {room.dtype(), shape, room.raw()};
+}
 
 // A mixer or a feed-forward: [B, T, d] -> [B, T, d].
 class Layer {

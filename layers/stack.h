@@ -1,5 +1,6 @@
 // The model as a row of units: the embedding, the blocks, and the head with the final norm. A unit
-// is what is gathered, computed with and released as a whole. Source of the shape: docs/architecture.md.
+// is what is gathered, computed with and released as a whole. Source of the shape:
+// docs/architecture.md.
 #pragma once
 
 #include <cstdint>
@@ -47,10 +48,10 @@ class Embedding {
  public:
   explicit Embedding(const ModelConfig& config);
   std::vector<ParameterSpec> parameters() const;
-  // Scratch of the backward, which sums each token's rows in order of position.
   std::vector<BufferSpec> scratch(BatchShape shape) const;
   void forward(Queue& queue, const Batch& batch, std::span<const View> parameters,
                const View& x) const;
+  // d_parameters are overwritten: each token's rows summed in order of position.
   void backward(Queue& queue, const Batch& batch, const View& d_x,
                 std::span<const View> d_parameters, std::span<const View> scratch) const;
 
@@ -74,10 +75,18 @@ class Head {
   // overwritten. A batch without a valid label gives 0 and zero gradients.
   double loss_and_gradient(Queue& queue, const Batch& batch, const View& x, double scale,
                            const View& d_x, std::span<const View> parameters,
-                           std::span<const View> d_parameters,
-                           std::span<const View> scratch) const;
+                           std::span<const View> d_parameters, std::span<const View> scratch) const;
 
  private:
+  struct Gradient {
+    double scale;
+    View d_x;
+    std::span<const View> d_parameters;
+  };
+  // Without a gradient the loss alone.
+  double run(Queue& queue, const Batch& batch, const View& x, const Gradient* gradient,
+             std::span<const View> parameters, std::span<const View> scratch) const;
+
   std::int64_t vocabulary_, width_;
   double epsilon_, deviation_;
 };
@@ -86,8 +95,8 @@ class Head {
 struct UnitSpec {
   enum class Kind : std::uint8_t { kEmbedding, kBlock, kHead };
   Kind kind = Kind::kBlock;
-  std::int64_t layer = 0;  // for blocks
-  std::string name;        // "embedding", "layers.3", "head"
+  std::int64_t layer = 0;                 // for blocks
+  std::string name;                       // "embedding", "layers.3", "head"
   std::vector<ParameterSpec> parameters;  // "model.layers.3.mixer.q_proj.weight"
 };
 

@@ -1,0 +1,152 @@
+#include <algorithm>
+#include <cmath>
+#include <utility>
+
+#include "layers/configuration.h"
+#include "layers/kernels/elementwise.h"
+#include "layers/mixers/mixers.h"
+#include "layers/rms_norm/rms_norm.h"
+#include "layers/stack.h"
+#include "layers/swiglu/swiglu.h"
+
+namespace tessera {
+namespace {
+
+// The block's own places in its lists; the mixer's and the feed-forward's follow, except that their
+// parameters stand behind the norm that feeds them.
+enum Saved : std::size_t { kInverseInput, kMiddle, kInversePost, kSavedCount };
+enum Scratch : std::size_t { kNormed, kDNormed, kPartial, kScratchCount };
+
+void append(std::vector<ParameterSpec>& list, const std::string& prefix,
+            std::vector<ParameterSpec> more) {
+  for (ParameterSpec& parameter : more) {
+    parameter.name = prefix + parameter.name;
+    list.push_back(std::move(parameter));
+  }
+}
+
+}  // namespace
+
+struct Block::Parts {
+  std::int64_t width;
+  double epsilon;
+  std::string type;
+  std::unique_ptr<Layer> mixer;
+  SwiGlu feed_forward;
+  std::size_t mixer_parameters, feed_forward_parameters, mixer_saved;
+
+  // The parts of the block's lists that belong to each layer.
+  LayerMemory of_mixer(const LayerMemory& all) const {
+    return {all.parameters.subspan(1, mixer_parameters),
+            all.saved.subspan(kSavedCount, mixer_saved), all.scratch.subspan(kScratchCount)};
+  }
+  LayerMemory of_feed_forward(const LayerMemory& all) const {
+    return {all.parameters.subspan(mixer_parameters + 2),
+            all.saved.subspan(kSavedCount + mixer_saved), all.scratch.subspan(kScratchCount)};
+  }
+};
+
+Block::Block(const ModelConfig& config, std::int64_t layer) {
+  validate(config);
+  const std::vector<std::string> types = schedule_types(config.schedule());
+  const auto layers = static_cast<std::int64_t>(types.size());
+  TESSERA_CHECK(layer >= 0 && layer < layers);
+  const std::string& type = types[static_cast<std::size_t>(layer)];
+  const MixerContext context = {config, layer, layers};
+  parts_ = std::make_unique<Parts>(
+      Parts{config.width(), config.norm_epsilon(), type, make_mixer(type, context),
+            SwiGlu(config.width(), config.feed_forward().width(), config.init_deviation(),
+                   context.output_deviation()),
+            0, 0, 0});
+  parts_->mixer_parameters = parts_->mixer->parameters().size();
+  parts_->feed_forward_parameters = parts_->feed_forward.parameters().size();
+  parts_->mixer_saved = parts_->mixer->saved({1, 1, 1}).size();
+}
+
+Block::~Block() = default;
+Block::Block(Block&&) noexcept = default;
+
+const std::string& Block::mixer_type() const { return parts_->type; }
+const Layer& Block::mixer() const { return *parts_->mixer; }
+const Layer& Block::feed_forward() const { return parts_->feed_forward; }
+
+std::vector<ParameterSpec> Block::parameters() const {
+  const Init one = {Init::Kind::kConstant, 1.0};
+  std::vector<ParameterSpec> list = {{"input_norm.weight", {parts_->width}, one, false}};
+  append(list, "mixer.", parts_->mixer->parameters());
+  list.push_back({"post_norm.weight", {parts_->width}, one, false});
+  append(list, "feed_forward.", parts_->feed_forward.parameters());
+  return list;
+}
+
+std::vector<BufferSpec> Block::saved(BatchShape shape) const {
+  std::vector<BufferSpec> list = {{"input_inverse_rms", DType::kF32, {shape.rows()}},
+                                  {"middle", DType::kF32, {shape.rows(), parts_->width}},
+                                  {"post_inverse_rms", DType::kF32, {shape.rows()}}};
+  for (BufferSpec& buffer : parts_->mixer->saved(shape)) list.push_back(std::move(buffer));
+  for (BufferSpec& buffer : parts_->feed_forward.saved(shape)) list.push_back(std::move(buffer));
+  return list;
+}
+
+std::vector<BufferSpec> Block::scratch(BatchShape shape) const {
+  const std::int64_t width = parts_->width;
+  std::vector<BufferSpec> list = {
+      {"normed", DType::kF32, {shape.rows(), width}},
+      {"d_normed", DType::kF32, {shape.rows(), width}},
+      {"partial_norm", DType::kF32, {rms_norm_blocks(shape.rows()), width}}};
+  // The two layers run one after the other: the i-th buffer of one is that of the other.
+  const std::vector<BufferSpec> mixer = parts_->mixer->scratch(shape);
+  const std::vector<BufferSpec> feed_forward = parts_->feed_forward.scratch(shape);
+  for (std::size_t i = 0; i < std::max(mixer.size(), feed_forward.size()); ++i) {
+    const std::int64_t first = i < mixer.size() ? mixer[i].shape.count() : 0;
+    const std::int64_t second = i < feed_forward.size() ? feed_forward[i].shape.count() : 0;
+    list.push_back({"layer." + std::to_string(i), DType::kF32, {std::max(first, second)}});
+  }
+  return list;
+}
+
+double Block::flops_per_token(std::int64_t length) const {
+  return parts_->mixer->flops_per_token(length) + parts_->feed_forward.flops_per_token(length);
+}
+
+void Block::forward(Queue& queue, const Batch& batch, const View& x, const View& out,
+                    const LayerMemory& memory) const {
+  const Parts& p = *parts_;
+  const View& normed = memory.scratch[kNormed];
+  const View& middle = memory.saved[kMiddle];
+  rms_norm(queue, x, memory.parameters[0], p.epsilon, normed, memory.saved[kInverseInput]);
+  p.mixer->forward(queue, batch, normed, middle, p.of_mixer(memory));
+  add(queue, middle, x);
+  rms_norm(queue, middle, memory.parameters[p.mixer_parameters + 1], p.epsilon, normed,
+           memory.saved[kInversePost]);
+  p.feed_forward.forward(queue, batch, normed, out, p.of_feed_forward(memory));
+  add(queue, out, middle);
+}
+
+void Block::backward(Queue& queue, const Batch& batch, const View& x, const View& d_x,
+                     std::span<const View> d_parameters, const LayerMemory& memory) const {
+  const Parts& p = *parts_;
+  const View& normed = memory.scratch[kNormed];
+  const View& d_normed = memory.scratch[kDNormed];
+  const View& partial = memory.scratch[kPartial];
+  const View& middle = memory.saved[kMiddle];
+  const std::size_t post = p.mixer_parameters + 1;
+
+  const View& post_weight = memory.parameters[post];
+  const View& post_inverse = memory.saved[kInversePost];
+  rms_norm_again(queue, middle, post_weight, post_inverse, normed);
+  p.feed_forward.backward(queue, batch, normed, d_x, d_normed, d_parameters.subspan(post + 1),
+                          p.of_feed_forward(memory));
+  rms_norm_backward(queue, middle, post_weight, post_inverse, d_normed, d_x, true, partial);
+  rms_norm_weight_gradient(queue, partial, d_parameters[post]);
+
+  const View& input_weight = memory.parameters[0];
+  const View& input_inverse = memory.saved[kInverseInput];
+  rms_norm_again(queue, x, input_weight, input_inverse, normed);
+  p.mixer->backward(queue, batch, normed, d_x, d_normed,
+                    d_parameters.subspan(1, p.mixer_parameters), p.of_mixer(memory));
+  rms_norm_backward(queue, x, input_weight, input_inverse, d_normed, d_x, true, partial);
+  rms_norm_weight_gradient(queue, partial, d_parameters[0]);
+}
+
+}  // namespace tessera
