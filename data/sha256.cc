@@ -1,6 +1,12 @@
 #include "data/sha256.h"
 
+#include <fcntl.h>
 #include <openssl/evp.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstring>
+#include <vector>
 
 #include "runtime/error.h"
 
@@ -46,6 +52,26 @@ std::string sha256_hex(std::string_view bytes) {
   Sha256 sha;
   sha.update(bytes);
   return sha.finish_hex();
+}
+
+std::string sha256_of_file(const std::string& path) {
+  const int file = ::open(path.c_str(), O_RDONLY | O_CLOEXEC);
+  if (file < 0) {
+    throw Error(ExitCode::kData, path + ": cannot be opened: " + std::strerror(errno));
+  }
+  std::vector<char> buffer(std::size_t{1} << 20);
+  Sha256 sha;
+  while (true) {
+    const ssize_t got = ::read(file, buffer.data(), buffer.size());
+    if (got < 0 && errno == EINTR) continue;
+    if (got <= 0) {
+      const std::string why = std::strerror(errno);
+      ::close(file);
+      if (got == 0) return sha.finish_hex();
+      throw Error(ExitCode::kData, path + ": cannot be read: " + why);
+    }
+    sha.update(buffer.data(), static_cast<std::size_t>(got));
+  }
 }
 
 }  // namespace tessera

@@ -33,5 +33,7 @@ class Sha256 {
 // 64 lowercase digits for 32 bytes.
 std::string to_hex(std::string_view bytes);
 std::string sha256_hex(std::string_view bytes);
+// Of a whole file; throws Error(kData) naming it when it can't be read.
+std::string sha256_of_file(const std::string& path);
 
 }  // namespace tessera

@@ -47,26 +47,6 @@ bool is_digest(const std::string& text) {
   return text.size() == 64 && text.find_first_not_of("0123456789abcdef") == std::string::npos;
 }
 
-// Digest of a file in hex; throws Error(kData).
-std::string hash_file(const std::string& path, std::vector<char>& buffer) {
-  const int file = ::open(path.c_str(), O_RDONLY | O_CLOEXEC);
-  if (file < 0) fail(path + ": cannot be opened: " + reason());
-  Sha256 sha;
-  while (true) {
-    const ssize_t got = ::read(file, buffer.data(), buffer.size());
-    if (got < 0 && errno == EINTR) continue;
-    if (got < 0) {
-      const std::string why = reason();
-      ::close(file);
-      fail(path + ": cannot be read: " + why);
-    }
-    if (got == 0) break;
-    sha.update(buffer.data(), static_cast<std::size_t>(got));
-  }
-  ::close(file);
-  return sha.finish_hex();
-}
-
 }  // namespace
 
 // Descriptors of all shards of a corpus, opened when first read; the one that was used longest ago
@@ -342,11 +322,10 @@ std::vector<std::string> verify_corpus(const std::string& root, int threads) {
   }
   std::atomic<std::size_t> next{0};
   const auto work = [&] {
-    std::vector<char> buffer(std::size_t{1} << 20);
     for (std::size_t i = next++; i < pieces.size(); i = next++) {
       Piece& piece = pieces[i];
       try {
-        const std::string found = hash_file(piece.path, buffer);
+        const std::string found = sha256_of_file(piece.path);
         if (found != piece.expected) {
           piece.fault = piece.path + ": expected SHA-256 " + piece.expected + ", found " + found;
         }

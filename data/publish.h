@@ -1,0 +1,36 @@
+// Files that appear under their name only when they are complete and on disk.
+#pragma once
+
+#include <cstddef>
+#include <string>
+#include <string_view>
+
+namespace tessera {
+
+// Writes PATH.partial; publish() syncs it and gives it its name. Without it, nothing of that name
+// appears. Every failure throws Error(kCheckpoint) naming the file.
+class PublishedFile {
+ public:
+  explicit PublishedFile(const std::string& path);
+  ~PublishedFile();
+  PublishedFile(const PublishedFile&) = delete;
+  PublishedFile& operator=(const PublishedFile&) = delete;
+  void write(const void* bytes, std::size_t count);
+  void publish();
+
+ private:
+  [[noreturn]] void fail(const char* operation) const;
+
+  std::string path_;
+  std::string partial_;
+  int file_ = -1;
+};
+
+void publish_file(const std::string& path, std::string_view bytes);
+// Makes the folder and those above it.
+void make_folders(const std::string& folder);
+// Makes names that were added to or taken from a folder durable.
+void sync_folder(const std::string& folder);
+void remove_file(const std::string& path);
+
+}  // namespace tessera
