@@ -3,6 +3,7 @@
 #include <unicode/bytestream.h>
 #include <unicode/normalizer2.h>
 #include <unicode/uchar.h>
+#include <unicode/uniset.h>
 #include <unicode/unistr.h>
 #include <unicode/utf8.h>
 
@@ -16,23 +17,44 @@
 namespace tessera {
 namespace {
 
-const icu::Normalizer2& nfc() {
-  static const icu::Normalizer2* const instance = [] {
-    UErrorCode status = U_ZERO_ERROR;
-    const icu::Normalizer2* found = icu::Normalizer2::getNFCInstance(status);
-    if (U_FAILURE(status)) {
-      throw Error(ExitCode::kInternal, std::string("ICU's normaliser: ") + u_errorName(status));
-    }
-    return found;
-  }();
-  return *instance;
-}
-
 void check(UErrorCode status) {
   if (U_FAILURE(status)) {
     throw Error(ExitCode::kData, std::string("normalising the text: ") + u_errorName(status));
   }
 }
+
+// The reference tokenizer normalises by the tables of Unicode 9: characters that are younger stay
+// where they are. By the stability policy of Unicode the filter makes every ICU agree with that.
+class Unicode9 {
+ public:
+  static const Unicode9& get() {
+    static const Unicode9 instance;
+    return instance;
+  }
+  const icu::Normalizer2& nfc() const { return nfc_; }
+  bool contains(UChar32 c) const { return characters_.contains(c) != 0; }
+
+ private:
+  Unicode9() : characters_(make_characters()), nfc_(full_nfc(), characters_) {}
+  static icu::UnicodeSet make_characters() {
+    UErrorCode status = U_ZERO_ERROR;
+    icu::UnicodeSet characters(u"[:Age=9.0:]", status);
+    check(status);
+    characters.freeze();
+    return characters;
+  }
+  static const icu::Normalizer2& full_nfc() {
+    UErrorCode status = U_ZERO_ERROR;
+    const icu::Normalizer2* nfc = icu::Normalizer2::getNFCInstance(status);
+    check(status);
+    return *nfc;
+  }
+
+  const icu::UnicodeSet characters_;
+  const icu::FilteredNormalizer2 nfc_;
+};
+
+const icu::Normalizer2& nfc() { return Unicode9::get().nfc(); }
 
 bool starts_character(char byte) { return (byte & 0xC0) != 0x80; }
 
@@ -56,7 +78,9 @@ std::size_t previous_character(std::string_view text, std::size_t at) {
 
 // Whether canonical ordering may move the character in front of the one before it.
 bool is_combining(std::string_view text, std::size_t at) {
-  return u_getIntPropertyValue(read(text, at), UCHAR_LEAD_CANONICAL_COMBINING_CLASS) != 0;
+  const UChar32 c = read(text, at);
+  return u_getIntPropertyValue(c, UCHAR_LEAD_CANONICAL_COMBINING_CLASS) != 0 &&
+         Unicode9::get().contains(c);
 }
 
 // All code points below U+0300 are their own normal form and join nothing before them; those from
@@ -173,12 +197,6 @@ std::string_view normalize_nfc(std::string_view text, std::string& buffer) {
   if (ordered.data() == text.data()) return text;
   buffer.swap(ordered_buffer);
   return buffer;
-}
-
-std::string normalizer_unicode_version() {
-  UVersionInfo version;
-  u_getUnicodeVersion(version);
-  return std::to_string(version[0]) + "." + std::to_string(version[1]);
 }
 
 }  // namespace tessera

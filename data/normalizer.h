@@ -10,7 +10,9 @@ namespace tessera {
 // `buffer`, which is overwritten. Time and memory linear (n log n in a run of combining marks).
 std::string_view normalize_nfc(std::string_view text, std::string& buffer);
 
-// The version of Unicode that normalize_nfc follows, such as "15.0".
-std::string normalizer_unicode_version();
+// The version of Unicode whose normalisation this is, whatever version ICU has: that of the
+// reference tokenizer (Hugging Face tokenizers 0.22 to 0.23). Marks that came later aren't
+// reordered.
+inline constexpr const char* kNormalizerUnicodeVersion = "9.0";
 
 }  // namespace tessera

@@ -136,7 +136,7 @@ class BytePairTokenizer : public VocabularyTokenizer {
   explicit BytePairTokenizer(const Vocabulary& vocabulary)
       : VocabularyTokenizer(vocabulary), encoder_(vocabulary) {}
 
-  std::string unicode_version() const override { return normalizer_unicode_version(); }
+  std::string unicode_version() const override { return kNormalizerUnicodeVersion; }
 
  private:
   void encode_segment(std::string_view text, std::vector<std::uint32_t>& ids) const override {
