@@ -12,6 +12,7 @@
 #include <map>
 #include <memory>
 #include <numeric>
+#include <optional>
 
 #include "launch/config_fields.h"
 #include "runtime/error.h"
@@ -80,20 +81,16 @@ std::size_t edit_distance(const std::string& a, const std::string& b) {
   return row.back();
 }
 
-// "; nearest: NAME", or, when none is near, "; expected one of A, B, C".
-std::string suggestion(const std::string& name, const std::vector<std::string>& valid) {
+// The valid name nearest to a wrong one, if it is at most this many letters away.
+std::optional<std::string> nearest(const std::string& name, const std::vector<std::string>& valid,
+                                   std::size_t limit) {
   const auto best = std::min_element(valid.begin(), valid.end(), [&](const auto& a, const auto& b) {
     return edit_distance(name, a) < edit_distance(name, b);
   });
-  if (best != valid.end() &&
-      edit_distance(name, *best) <= std::max<std::size_t>(1, name.size() / 2)) {
-    return "; nearest: " + *best;
+  if (best == valid.end() || edit_distance(name, *best) > limit) {
+    return std::nullopt;
   }
-  std::string all;
-  for (const std::string& v : valid) {
-    all += (all.empty() ? "" : ", ") + v;
-  }
-  return "; expected one of " + all;
+  return *best;
 }
 
 std::vector<std::string> names_of(const Descriptor& type) {
@@ -125,14 +122,28 @@ void find_name(const Descriptor& type, const std::string& prefix, const std::str
   }
 }
 
+// Says the nearest name: of the same message if it is a slip of the pen, else the same name in
+// another place of the schema, else the nearest of the message, else all of them.
 std::string unknown_field(const Descriptor& type, const std::string& name) {
-  std::string message = "there is no field " + printable(name) + " here";
+  const std::string message = "there is no field " + printable(name) + " here; ";
+  const std::vector<std::string> valid = names_of(type);
   std::vector<std::string> elsewhere;
   find_name(*Config::descriptor(), "", name, elsewhere);
-  if (elsewhere.empty()) {
-    return message + suggestion(name, names_of(type));
+  auto best = nearest(name, valid, std::min<std::size_t>(2, name.size() / 2));
+  if (!best && !elsewhere.empty()) {
+    best = elsewhere.front();
   }
-  return message + "; nearest: " + elsewhere.front();
+  if (!best) {
+    best = nearest(name, valid, name.size() / 2);
+  }
+  if (best) {
+    return message + "nearest: " + *best;
+  }
+  std::string all;
+  for (const std::string& v : valid) {
+    all += (all.empty() ? "" : ", ") + v;
+  }
+  return message + "expected one of " + all;
 }
 
 std::string expected(const FieldDescriptor& field) {
@@ -162,7 +173,9 @@ std::string expected(const FieldDescriptor& field) {
 std::string wrong_value(const FieldDescriptor& field, const std::string& got) {
   std::string message = "expected " + expected(field) + ", got " + printable(got);
   if (field.enum_type() != nullptr) {
-    message += suggestion(got, names_of(*field.enum_type()));
+    const auto best =
+        nearest(got, names_of(*field.enum_type()), std::max<std::size_t>(2, got.size() / 2));
+    message += best ? "; nearest: " + *best : "";
   }
   return message;
 }

@@ -176,8 +176,10 @@ void check_rest(Rules& rules, const Config& config) {
 }
 
 // The layers judge their own shapes: making the stack allocates no parameters. Their message begins
-// with the field's path.
-void check_stack(Rules& rules, const ModelConfig& model) {
+// with the field's path. The length can be the recipe's, which isn't known here, and no shape
+// depends on it.
+void check_stack(Rules& rules, ModelConfig model) {
+  model.set_length(1);
   try {
     const Stack stack(model);
   } catch (const Error& error) {
