@@ -215,7 +215,8 @@ class Pipeline {
     Batch batch;
     batch.source = source;
     read_records(file, is_jsonl(facts.file), [&](Record record) {
-      const auto bytes = static_cast<std::int64_t>(record.bytes.size());
+      // A record without bytes takes memory too.
+      const auto bytes = static_cast<std::int64_t>(record.bytes.size() + sizeof(Record));
       batch.bytes += bytes;
       batch.records.push_back(std::move(record));
       if (batch.bytes >= kBatchBytes) {
@@ -237,8 +238,6 @@ class Pipeline {
         return stop_ || bytes_in_flight_ == 0 || bytes_in_flight_ + batch.bytes <= bytes_ahead_;
       });
       if (stop_) throw Stopped{};
-      // What has no bytes must not pile up either.
-      batch.bytes += static_cast<std::int64_t>(batch.records.size() * sizeof(Record));
       bytes_in_flight_ += batch.bytes;
       batch.number = batches_++;
       waiting_.push_back(std::move(batch));
@@ -539,14 +538,15 @@ std::unique_ptr<Tokenizer> open_recipe_tokenizer(const Recipe& recipe) {
     }
     path = elsewhere;
   }
+  std::unique_ptr<Tokenizer> whole = open_tokenizer(path);
+  if (!recipe.tokenizer_digest.empty() && whole->digest() != recipe.tokenizer_digest) {
+    fail(path + ": expected a tokenizer of digest " + recipe.tokenizer_digest + ", found " +
+         whole->digest());
+  }
+  if (recipe.vocabulary_limit == 0) return whole;
   TokenizerOptions options;
   options.vocabulary_limit = recipe.vocabulary_limit;
-  std::unique_ptr<Tokenizer> tokenizer = open_tokenizer(path, options);
-  if (!recipe.tokenizer_digest.empty() && tokenizer->digest() != recipe.tokenizer_digest) {
-    fail(path + ": expected a tokenizer of digest " + recipe.tokenizer_digest + ", found " +
-         tokenizer->digest());
-  }
-  return tokenizer;
+  return open_tokenizer(path, options);
 }
 
 std::vector<BuiltComponent> build(const Recipe& recipe, const Tokenizer& tokenizer,

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "data/recipe.h"
+#include "data/shards.h"
 #include "data/tokenizer.h"
 
 namespace tessera {
@@ -37,12 +38,10 @@ struct BuiltComponent {
 
 // Where a component's bad records are listed, one line each, when there are any.
 constexpr char kBadDocumentsName[] = "bad_documents.txt";
-// A copy of the recipe in the folder of the components.
-constexpr char kRecipeName[] = "recipe.textproto";
 
 // Opens the recipe's tokenizer; where its file is missing and the recipe tells its digest, the file
 // that the environment's TESSERA_TOKENIZER names. Throws Error(kData) when there is neither, or
-// when the digest is another.
+// when the digest (of the whole vocabulary, before a vocabulary_limit) is another.
 std::unique_ptr<Tokenizer> open_recipe_tokenizer(const Recipe& recipe);
 
 // Builds this rank's components. The same sources, recipe and tokenizer give the same bytes

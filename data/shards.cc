@@ -309,6 +309,14 @@ std::vector<std::string> verify_corpus(const std::string& root, int threads) {
     std::string fault;
   };
   std::vector<std::string> faults;
+  if (find(root + "/" + kRecipeName).bytes >= 0) {
+    for (const Component& component : read_recipe(root + "/" + kRecipeName).components) {
+      if (!component.stream && !std::binary_search(names.begin(), names.end(), component.name)) {
+        faults.push_back(root + "/" + component.name + "/" + kManifestName +
+                         ": expected by the recipe, found none");
+      }
+    }
+  }
   std::vector<Piece> pieces;
   for (const std::string& name : names) {
     const std::string folder = root + "/" + name;

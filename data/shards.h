@@ -22,6 +22,8 @@ class TokenSource {
 };
 
 constexpr char kManifestName[] = "manifest.textproto";
+// A copy of the recipe in the folder of the components.
+constexpr char kRecipeName[] = "recipe.textproto";
 
 // Reads and checks a manifest: fields present, counts that add up, plain file names. Throws
 // Error(kData) naming the file.
@@ -73,9 +75,9 @@ struct Corpus {
 // made with different tokenizers or ends of sequence are refused.
 Corpus open_corpus(const Recipe& recipe, const std::string& root);
 
-// Checks sizes, then SHA-256s on `threads` threads, of every component below `root`. One line a
-// fault, naming file, expected and found bytes or digest, in the order of the files. Throws
-// Error(kData) when a manifest can't be read or there is none.
+// Checks sizes, then SHA-256s on `threads` threads, of every component below `root`, and that those
+// of the recipe there are all there. One line a fault, naming file, expected and found bytes or
+// digest. Throws Error(kData) when a manifest can't be read or there is none.
 std::vector<std::string> verify_corpus(const std::string& root, int threads);
 // Names of the folders below `root` that hold a manifest, sorted.
 std::vector<std::string> components_below(const std::string& root);
