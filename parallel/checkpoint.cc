@@ -1,6 +1,7 @@
 #include "parallel/checkpoint.h"
 
 #include <fcntl.h>
+#include <sys/resource.h>
 #include <sys/stat.h>
 #include <sys/statvfs.h>
 #include <unistd.h>
@@ -8,7 +9,6 @@
 #include <algorithm>
 #include <array>
 #include <cerrno>
-#include <csignal>
 #include <cstdio>
 #include <cstring>
 #include <filesystem>
@@ -143,18 +143,18 @@ void reserve(int file, const std::string& path, std::int64_t bytes) {
     throw Error(ExitCode::kCheckpoint, "checkpoint " + path + " needs " + std::to_string(bytes) +
                                            " bytes, which can't be had: " + why);
   };
-  // A file larger than the process may write is answered by a signal, which would end it.
-  struct sigaction ignore = {}, before = {};
-  ignore.sa_handler = SIG_IGN;
-  sigaction(SIGXFSZ, &ignore, &before);
+  // fallocate that keeps the size doesn't look at this limit, writing does.
+  rlimit limit = {};
+  if (::getrlimit(RLIMIT_FSIZE, &limit) == 0 && limit.rlim_cur != RLIM_INFINITY &&
+      limit.rlim_cur < static_cast<rlim_t>(bytes)) {
+    lack("the limit on a file's size is " + std::to_string(limit.rlim_cur));
+  }
   int result = 0;
   do {
     result = ::fallocate(file, FALLOC_FL_KEEP_SIZE, 0, bytes);
   } while (result != 0 && errno == EINTR);
-  const int error = errno;
-  sigaction(SIGXFSZ, &before, nullptr);
   if (result == 0) return;
-  if (error != EOPNOTSUPP && error != ENOSYS) lack(std::strerror(error));
+  if (errno != EOPNOTSUPP && errno != ENOSYS) lack(system_reason());
   struct statvfs space = {};
   if (::fstatvfs(file, &space) == 0 &&
       static_cast<std::int64_t>(space.f_bavail) * static_cast<std::int64_t>(space.f_frsize) <

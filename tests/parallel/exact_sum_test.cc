@@ -30,7 +30,12 @@ double any_double(std::mt19937_64& random) {
 
 TEST(ExactSum, SingleValuesComeBackBitForBit) {
   std::mt19937_64 random(1);
-  std::vector<double> values{0.0, 1.0, -1.0, 5e-324, -5e-324, 2.2250738585072014e-308,
+  std::vector<double> values{0.0,
+                             1.0,
+                             -1.0,
+                             5e-324,
+                             -5e-324,
+                             2.2250738585072014e-308,
                              std::numeric_limits<double>::max(),
                              std::numeric_limits<double>::lowest()};
   for (int i = 0; i < 20000; ++i) values.push_back(any_double(random));

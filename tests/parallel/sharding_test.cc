@@ -11,7 +11,7 @@ namespace {
 UnitLayout example() {
   return {"layers.0",
           {{"norm", DType::kF32, Shape{64}},
-           {"q", DType::kF32, Shape{97, 53}},    // 5141
+           {"q", DType::kF32, Shape{97, 53}},  // 5141
            {"granule", DType::kF32, Shape{1024}},
            {"up", DType::kF32, Shape{211, 31}},  // 6541
            {"one", DType::kF32, Shape{1}}}};

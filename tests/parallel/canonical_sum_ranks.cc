@@ -1,0 +1,187 @@
+#include <gtest/gtest.h>
+
+#include <cstring>
+#include <random>
+#include <vector>
+
+#include "parallel/canonical_sum.h"
+
+namespace tessera {
+namespace {
+
+// Parameters of odd sizes, so that slices straddle them.
+UnitLayout unit() {
+  return {"layers.0",
+          {{"norm", DType::kF32, Shape{2100}},
+           {"q", DType::kF32, Shape{97, 53}},
+           {"up", DType::kF32, Shape{211, 31}},
+           {"down", DType::kF32, Shape{29, 223}}}};
+}
+
+// A quantum's gradient: values of very different sizes, so that almost every other order of
+// additions gives other bits. Padding is zero.
+std::vector<float> gradient_of(const UnitLayout& layout, std::int64_t quantum) {
+  std::mt19937 random(static_cast<unsigned>(quantum) + 1);
+  std::normal_distribution<float> normal;
+  std::vector<float> whole(static_cast<std::size_t>(layout.count()));
+  for (std::size_t p = 0; p < layout.size(); ++p) {
+    for (std::int64_t i = 0; i < layout.parameter(p).shape.count(); ++i) {
+      const float value = normal(random);
+      whole[static_cast<std::size_t>(layout.offset(p) + i)] = value * value * value;
+    }
+  }
+  return whole;
+}
+
+// The formula, as plainly as it reads: level by level.
+std::vector<float> tree(std::vector<std::vector<float>> level) {
+  while (level.size() > 1) {
+    std::vector<std::vector<float>> next;
+    for (std::size_t q = 0; q < level.size(); q += 2) {
+      next.push_back(level[q]);
+      if (q + 1 == level.size()) continue;
+      for (std::size_t i = 0; i < level[q].size(); ++i) next.back()[i] += level[q + 1][i];
+    }
+    level = std::move(next);
+  }
+  return level[0];
+}
+
+std::vector<float> in_sequence(const std::vector<std::vector<float>>& gradients) {
+  std::vector<float> sum = gradients[0];
+  for (std::size_t q = 1; q < gradients.size(); ++q) {
+    for (std::size_t i = 0; i < sum.size(); ++i) sum[i] += gradients[q][i];
+  }
+  return sum;
+}
+
+// Memory for a CanonicalSum, with a guard that nothing writes beyond what was asked for.
+class Grant {
+ public:
+  explicit Grant(const std::vector<BufferSpec>& specs) {
+    for (const BufferSpec& spec : specs) add(spec);
+  }
+  explicit Grant(const BufferSpec& spec) { add(spec); }
+  const std::vector<View>& views() const { return views_; }
+  bool intact() const {
+    for (const auto& block : blocks_) {
+      if (block.back() != kGuard || block.front() != kGuard) return false;
+    }
+    return true;
+  }
+
+ private:
+  static constexpr float kGuard = 12345.0F;
+  void add(const BufferSpec& spec) {
+    blocks_.emplace_back(static_cast<std::size_t>(spec.shape.count()) + 2, kGuard);
+    views_.emplace_back(blocks_.back().data() + 1, spec.shape);
+  }
+  std::vector<std::vector<float>> blocks_;
+  std::vector<View> views_;
+};
+
+class Policies : public testing::TestWithParam<Accumulate> {};
+
+TEST_P(Policies, SumIsTheTreeBitForBit) {
+  Communicator communicator(MPI_COMM_WORLD);
+  const int self = communicator.rank();
+  const UnitLayout layout = unit();
+  const Slice slice = layout.slice(self, communicator.size());
+  std::vector<std::vector<float>> gradients;
+  bool order_matters = false;
+  for (std::int64_t quanta = 1; quanta <= 17; ++quanta) {
+    gradients.push_back(gradient_of(layout, quanta - 1));
+    const std::vector<float> expected = tree(gradients);
+    order_matters = order_matters || expected != in_sequence(gradients);
+    const QuantumShare share(GetParam(), quanta, communicator.size());
+    // Threads share pieces; their number must not show.
+    Queue queue(1 + static_cast<int>(quanta % 2));
+    const Grant grant(CanonicalSum::buffers(layout, share, self));
+    const Grant workspace(CanonicalSum::workspace(layout, share, self));
+    CanonicalSum sum(layout, share, communicator, queue, grant.views(), workspace.views()[0]);
+    for (int step = 0; step < 2; ++step) {  // the second on what the first has left
+      communicator.reset_traffic();
+      for (std::int64_t round = 0; round < share.rounds(); ++round) {
+        const std::int64_t q = share.quantum(round, self);
+        if (q == QuantumShare::kNone) {
+          sum.push({});
+          continue;
+        }
+        std::vector<float> gradient = gradients[static_cast<std::size_t>(q)];
+        sum.push(View(gradient.data(), Shape{layout.count()}));
+      }
+      const View mine = sum.finish();
+      ASSERT_EQ(mine.count(), slice.count());
+      EXPECT_EQ(std::memcmp(mine.raw(), expected.data() + slice.begin,
+                            static_cast<std::size_t>(mine.bytes())),
+                0)
+          << quanta << " quanta, step " << step;
+    }
+    EXPECT_TRUE(grant.intact());
+    EXPECT_TRUE(workspace.intact());
+    // Ranks really exchanged: all of a gradient but the own slice, for each node that was sent.
+    const std::int64_t away = (layout.count() - slice.count()) * 4;
+    std::int64_t sent = share.count(self);
+    if (share.policy() == Accumulate::kLocal) {
+      const std::int64_t begin = share.quantum(0, self);
+      sent = sent == 0 ? 0 : static_cast<std::int64_t>(tree_nodes(begin, begin + sent).size());
+    }
+    EXPECT_EQ(communicator.traffic(Traffic::kReduce).bytes_sent, away * sent);
+    EXPECT_EQ(communicator.traffic(Traffic::kReduce).calls,
+              share.policy() == Accumulate::kLocal ? 1 : share.rounds());
+  }
+  EXPECT_TRUE(order_matters) << "the gradients can't tell the tree from another order";
+}
+INSTANTIATE_TEST_SUITE_P(Both, Policies, testing::Values(Accumulate::kSharded, Accumulate::kLocal),
+                         [](const auto& info) {
+                           return info.param == Accumulate::kSharded ? "Sharded" : "Local";
+                         });
+
+// The case that the parts above have to meet: a rank's slice holds pieces of several parameters.
+TEST(CanonicalSum, SlicesOfTheTestStraddleParameters) {
+  const Communicator communicator(MPI_COMM_WORLD);
+  const UnitLayout layout = unit();
+  std::int64_t straddling = 0, split = 0;
+  for (int rank = 0; rank < communicator.size(); ++rank) {
+    const std::vector<Piece> pieces = layout.pieces(layout.slice(rank, communicator.size()));
+    if (pieces.size() > 1) ++straddling;
+    if (!pieces.empty() && pieces[0].begin > 0) ++split;
+  }
+  EXPECT_GT(straddling, 0);
+  if (communicator.size() > 1) {
+    EXPECT_GT(split, 0);
+  }
+}
+
+TEST(CanonicalSum, RefusesAGradientThatIsMissingOrTooMuch) {
+  Communicator communicator(MPI_COMM_WORLD);
+  const UnitLayout layout = unit();
+  const QuantumShare share(Accumulate::kSharded, communicator.size() + 1, communicator.size());
+  Queue queue(1);
+  const Grant grant(CanonicalSum::buffers(layout, share, communicator.rank()));
+  const Grant workspace(CanonicalSum::workspace(layout, share, communicator.rank()));
+  CanonicalSum sum(layout, share, communicator, queue, grant.views(), workspace.views()[0]);
+  EXPECT_THROW(sum.push({}), Error);
+  EXPECT_THROW(sum.finish(), Error);
+}
+
+TEST(GatherQuanta, PutsLossesInOrderOfQuanta) {
+  Communicator communicator(MPI_COMM_WORLD);
+  for (const Accumulate policy : {Accumulate::kSharded, Accumulate::kLocal}) {
+    for (std::int64_t quanta = 1; quanta <= 17; ++quanta) {
+      const QuantumShare share(policy, quanta, communicator.size());
+      std::vector<double> mine, expected;
+      for (std::int64_t round = 0; round < share.rounds(); ++round) {
+        const std::int64_t q = share.quantum(round, communicator.rank());
+        if (q != QuantumShare::kNone) mine.push_back(1.0 / (1.0 + static_cast<double>(q)));
+      }
+      for (std::int64_t q = 0; q < quanta; ++q) {
+        expected.push_back(1.0 / (1.0 + static_cast<double>(q)));
+      }
+      EXPECT_EQ(gather_quanta(communicator, share, mine), expected);
+    }
+  }
+}
+
+}  // namespace
+}  // namespace tessera
