@@ -134,6 +134,9 @@ std::string formatted(const char* format, Values... values) {
 
 MetricsFile::MetricsFile(const std::string& path, std::int64_t next_step) : path_(path) {
   if (std::filesystem::exists(path)) {
+    if (!std::filesystem::is_regular_file(path)) {
+      fail(path, "isn't a regular file; move it away");
+    }
     cut_from(path, next_step);
   }
   file_.open(path, std::ios::binary | std::ios::app);
