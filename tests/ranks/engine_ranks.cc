@@ -1,0 +1,256 @@
+// The engine as a library, under mpirun: what a step does with given batches.
+#include <google/protobuf/text_format.h>
+#include <gtest/gtest.h>
+#include <mpi.h>
+
+#include <atomic>
+#include <cmath>
+#include <cstdlib>
+#include <limits>
+#include <memory>
+#include <new>
+#include <string>
+#include <vector>
+
+#include "launch/engine.h"
+#include "runtime/random.h"
+
+namespace {
+std::atomic<std::int64_t> allocations{0};
+}
+
+void* operator new(std::size_t size) {
+  ++allocations;
+  if (void* memory = std::malloc(size)) return memory;
+  throw std::bad_alloc();
+}
+void* operator new(std::size_t size, std::align_val_t alignment) {
+  ++allocations;
+  const auto step = static_cast<std::size_t>(alignment);
+  if (void* memory = std::aligned_alloc(step, (size + step - 1) / step * step)) return memory;
+  throw std::bad_alloc();
+}
+void operator delete(void* memory) noexcept { std::free(memory); }
+void operator delete(void* memory, std::size_t) noexcept { std::free(memory); }
+void operator delete(void* memory, std::align_val_t) noexcept { std::free(memory); }
+void operator delete(void* memory, std::size_t, std::align_val_t) noexcept { std::free(memory); }
+
+namespace tessera {
+namespace {
+
+constexpr std::int64_t kLength = 23;
+constexpr std::int64_t kVocabulary = 61;
+constexpr std::int64_t kSamples = 8;
+
+Stack make_stack() {
+  ModelConfig config;
+  TESSERA_CHECK(google::protobuf::TextFormat::ParseFromString(R"(
+    width: 20 vocabulary: 61 length: 23
+    schedule { periodic { order: "full" order: "sliding" layers: 2 } }
+    mixer { full { heads: 2 key_value_heads: 1 head_width: 10 } }
+    mixer { sliding { attention { heads: 2 key_value_heads: 2 head_width: 6 } window: 7 } }
+    feed_forward { width: 37 })",
+                                                              &config));
+  return Stack(config);
+}
+
+std::uint32_t token(std::int64_t sample, std::int64_t position) {
+  const RandomStream stream(5, "tokens");
+  return static_cast<std::uint32_t>(
+      stream.uniform(static_cast<std::uint64_t>(sample * (kLength + 1) + position)) * kVocabulary);
+}
+
+// 0 %, 50 % and 99 % of the labels masked in different samples, and one sample with none left.
+bool counts(std::int64_t sample, std::int64_t position) {
+  switch (sample % 4) {
+    case 0:
+      return true;
+    case 1:
+      return position % 2 == 0;
+    case 2:
+      return position == 13;
+    default:
+      return false;
+  }
+}
+
+// Everything that one configuration of the engine needs, filled with the samples' batches.
+struct Run {
+  Communicator communicator{MPI_COMM_WORLD};
+  Activity activity;
+  Device device{1};
+  Stack stack = make_stack();
+  EnginePlan plan;
+  Engine engine;
+  OptimState state;
+  OptimConfig optim;
+
+  static EngineOptions options(std::int64_t micro_batch, Accumulate accumulate, bool per_step) {
+    EngineOptions options;
+    MPI_Comm_rank(MPI_COMM_WORLD, &options.rank);
+    MPI_Comm_size(MPI_COMM_WORLD, &options.ranks);
+    options.quantum = {micro_batch, kLength, 1};
+    options.quanta = kSamples / micro_batch;
+    options.accumulate = accumulate;
+    options.gather_per_step = per_step;
+    return options;
+  }
+
+  explicit Run(std::int64_t micro_batch, Accumulate accumulate = Accumulate::kSharded,
+               bool per_step = false)
+      : plan(stack, options(micro_batch, accumulate, per_step)),
+        engine(stack, plan, device, communicator, activity) {
+    engine.initialise(1);
+  }
+
+  std::int64_t count() const { return plan.share().count(communicator.rank()); }
+
+  void fill(bool all_masked = false) {
+    const std::int64_t m = plan.options().quantum.batch;
+    for (std::int64_t round = 0; round < count(); ++round) {
+      const Batch& batch = engine.batch(round);
+      const std::int64_t first = plan.share().quantum(round, communicator.rank()) * m;
+      for (std::int64_t i = 0; i < m * kLength; ++i) {
+        const std::int64_t sample = first + i / kLength, position = i % kLength;
+        batch.tokens.as<std::uint32_t>()[i] = token(sample, position);
+        batch.labels.as<std::int32_t>()[i] =
+            counts(sample, position) && !all_masked
+                ? static_cast<std::int32_t>(token(sample, position + 1))
+                : kNoLabel;
+        batch.segments.as<std::int32_t>()[i] = 0;
+      }
+    }
+  }
+
+  StepResult step() { return engine.step(optim, 1e-3, count(), state); }
+
+  // This rank's parameters and first moments, which after one step show the whole gradient.
+  std::vector<float> shard() {
+    std::vector<float> values;
+    for (const CheckpointArray& array : engine.arrays(true)) {
+      for (const auto& part : array.parts) {
+        values.insert(values.end(), part.data, part.data + (part.end - part.begin));
+      }
+    }
+    return values;
+  }
+};
+
+// The loss is the sum over the counted labels of the whole step divided by their number, however
+// the batch is cut; a piece without labels gives 0 and no NaN.
+TEST(Engine, B20_LossAndGradientDontDependOnTheCut) {
+  StepResult first;
+  std::vector<float> first_shard;
+  for (const std::int64_t micro_batch : {8, 4, 2, 1}) {
+    Run run(micro_batch);
+    run.fill();
+    run.optim.set_clip_norm(0);
+    const StepResult result = run.step();
+    const std::vector<float> shard = run.shard();
+    ASSERT_TRUE(result.applied);
+    EXPECT_EQ(result.labels, 2 * (23 + 12 + 1));
+    if (first_shard.empty()) {
+      first = result;
+      first_shard = shard;
+      // Random weights of deviation 0.02: close to the uniform loss.
+      EXPECT_NEAR(result.loss, std::log(kVocabulary), 0.1);
+      continue;
+    }
+    // Sums of the same f32 products in another order: relative error a few eps of sqrt(terms).
+    EXPECT_NEAR(result.loss, first.loss, 1e-6 * first.loss);
+    EXPECT_NEAR(result.gradient_norm, first.gradient_norm, 2e-6 * first.gradient_norm);
+    ASSERT_EQ(shard.size(), first_shard.size());
+    for (std::size_t i = 0; i < shard.size(); ++i) {
+      // A first moment is a tenth of a gradient; gradients here are below 1. A parameter moved by
+      // the rate times the gradient's sign, which may differ where a gradient is all rounding.
+      ASSERT_NEAR(shard[i], first_shard[i], 2.1e-3) << i;
+    }
+  }
+}
+
+TEST(Engine, B20_AStepWithoutALabelIsZeroNotNaN) {
+  Run run(2);
+  run.fill(true);
+  const std::vector<float> before = run.shard();
+  const StepResult result = run.step();
+  EXPECT_EQ(result.labels, 0);
+  EXPECT_EQ(result.loss, 0.0);
+  EXPECT_EQ(result.gradient_norm, 0.0);
+  for (const float value : run.shard()) ASSERT_TRUE(std::isfinite(value));
+}
+
+// A weight that isn't finite makes the step's loss so: nothing is applied, on any rank, and the
+// limit of such steps ends the run.
+TEST(Engine, NonFiniteStepsAreNotApplied) {
+  Run run(2);
+  run.fill();
+  for (CheckpointArray& array : run.engine.arrays(false)) {
+    if (array.name == "params/model.norm.weight") {
+      for (auto& part : array.parts) {
+        if (part.begin <= 3 && 3 < part.end) {
+          part.data[3 - part.begin] = std::numeric_limits<float>::quiet_NaN();
+        }
+      }
+    }
+  }
+  const std::vector<float> before = run.shard();
+  for (int bad = 1; bad <= 3; ++bad) {
+    const StepResult result = run.step();
+    EXPECT_FALSE(result.applied);
+    EXPECT_EQ(result.stop, bad == 3);
+    EXPECT_EQ(run.state.bad_steps_in_a_row, bad);
+    EXPECT_EQ(run.state.adam_steps, 0);
+  }
+  const std::vector<float> after = run.shard();
+  ASSERT_EQ(before.size(), after.size());
+  for (std::size_t i = 0; i < before.size(); ++i) {
+    ASSERT_TRUE(before[i] == after[i] || (std::isnan(before[i]) && std::isnan(after[i])));
+  }
+}
+
+TEST(Engine, AStepAllocatesNothingOnceWarm) {
+  for (const Accumulate accumulate : {Accumulate::kSharded, Accumulate::kLocal}) {
+    Run run(1, accumulate);
+    run.fill();
+    run.step();
+    run.step();
+    const std::int64_t before = allocations;
+    for (int i = 0; i < 3; ++i) run.step();
+    EXPECT_EQ(allocations - before, 0);
+  }
+}
+
+// What plan says of the traffic is what is sent, and with several ranks something is.
+TEST(Engine, PlannedTrafficIsTheTrafficSent) {
+  for (const Accumulate accumulate : {Accumulate::kSharded, Accumulate::kLocal}) {
+    for (const bool per_step : {false, true}) {
+      Run run(1, accumulate, per_step);
+      run.fill();
+      run.communicator.reset_traffic();
+      run.step();
+      const EnginePlan::Communication planned = run.plan.communication();
+      EXPECT_EQ(run.communicator.traffic(Traffic::kGather).bytes_sent, planned.gather_bytes);
+      EXPECT_EQ(run.communicator.traffic(Traffic::kReduce).bytes_sent, planned.reduce_bytes);
+      if (run.communicator.size() > 1) {
+        EXPECT_GT(planned.gather_bytes, 0);
+        EXPECT_GT(planned.reduce_bytes, 0);
+      }
+    }
+  }
+}
+
+// The promise of equal bits means something only if parameters are cut between ranks.
+TEST(Engine, ParametersStraddleRanks) {
+  Run run(1);
+  if (run.communicator.size() == 1) return;
+  std::int64_t straddling = 0;
+  for (const CheckpointArray& array : run.engine.arrays(false)) {
+    for (const auto& part : array.parts) {
+      if (part.end - part.begin < array.shape.count()) ++straddling;
+    }
+  }
+  EXPECT_GT(run.communicator.all_reduce("test", Reduction::kSum, straddling), 1);
+}
+
+}  // namespace
+}  // namespace tessera
