@@ -21,23 +21,26 @@ constexpr Weight kMillion = 1000000;
 
 // One message of the recipe, with where its fields stand, to say what is wrong with one.
 struct Node {
-  const std::string& file;
   const pb::Message& message;
   const Places* places;
-  std::string path;  // "component[2]." or ""
+  const std::string& file;
+  std::string place;  // "file:line:column" of the message
+  std::string path;   // "component[2]." or ""
+
+  // Where a field stands; where it is missing, its message's place.
+  std::string place_of(const pb::FieldDescriptor* field, int index) const {
+    if (places == nullptr || (field->is_repeated() && index < 0)) return place;
+    const auto found = places->GetLocation(field, index);
+    if (found.line < 0) return place;
+    return file + ":" + std::to_string(found.line + 1) + ":" + std::to_string(found.column + 1);
+  }
 
   [[noreturn]] void fail(const std::string& field, const std::string& what, int index = -1) const {
     const pb::FieldDescriptor* descriptor = message.GetDescriptor()->FindFieldByName(field);
     TESSERA_CHECK(descriptor != nullptr);
-    std::string place = file;
-    if (places != nullptr) {
-      const auto found = places->GetLocation(descriptor, index);
-      if (found.line >= 0) {
-        place += ":" + std::to_string(found.line + 1) + ":" + std::to_string(found.column + 1);
-      }
-    }
     const std::string element = index < 0 ? "" : "[" + std::to_string(index) + "]";
-    throw Error(ExitCode::kUsage, place + ": " + path + field + element + ": " + what);
+    throw Error(ExitCode::kUsage,
+                place_of(descriptor, index) + ": " + path + field + element + ": " + what);
   }
 
   void require_range(const std::string& field, std::int64_t value, std::int64_t low,
@@ -58,10 +61,8 @@ struct Node {
   Node nested(const std::string& field, const pb::Message& child, int index = -1) const {
     const pb::FieldDescriptor* descriptor = message.GetDescriptor()->FindFieldByName(field);
     const std::string element = index < 0 ? "" : "[" + std::to_string(index) + "]";
-    return Node{
-        file, child,
-        places == nullptr ? nullptr : places->GetTreeForNested(descriptor, index),
-        path + field + element + "."};
+    return Node{child, places == nullptr ? nullptr : places->GetTreeForNested(descriptor, index),
+                file, place_of(descriptor, index), path + field + element + "."};
   }
 };
 
@@ -235,7 +236,7 @@ Recipe parse_recipe(const std::string& text, const std::string& path) {
   RecipeConfig config;
   Places places;
   parse_text_format(text, path, ExitCode::kUsage, &config, &places);
-  const Node root{path, config, &places, ""};
+  const Node root{config, &places, path, path, ""};
 
   Recipe recipe;
   recipe.text = text;
