@@ -15,7 +15,7 @@ namespace tessera {
 
 // Positions of a tile of queries or keys. Every product is of whole tiles, so that an element's
 // bits depend on neither T nor the other rows.
-constexpr std::int64_t kAttentionTile = 64;
+constexpr std::int64_t kAttentionTile = 128;
 
 struct AttentionShape {
   static constexpr std::int64_t kNoWindow = std::numeric_limits<std::int64_t>::max();

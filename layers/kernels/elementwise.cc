@@ -33,10 +33,10 @@ void add(Queue& queue, const View& to, const View& from) {
   float* const destination = to.as<float>();
   const float* const source = from.as<float>();
   const std::int64_t count = to.count();
-  const auto kernel = &HWY_DYNAMIC_DISPATCH(add_flat);
   queue.parallel_for(pieces_of(count, kPiece), [&](std::int64_t piece, Worker&) {
     const std::int64_t begin = piece * kPiece;
-    kernel(destination + begin, source + begin, std::min(kPiece, count - begin));
+    HWY_DYNAMIC_DISPATCH(add_flat)
+    (destination + begin, source + begin, std::min(kPiece, count - begin));
   });
 }
 

@@ -90,12 +90,11 @@ void rms_norm(Queue& queue, const View& x, const View& weight, double epsilon, c
   const float* const scale = weight.as<float>();
   float* const out = y.as<float>();
   float* const inverse = inverse_rms.as<float>();
-  const auto square = &HWY_DYNAMIC_DISPATCH(sum_of_squares);
-  const auto apply = &HWY_DYNAMIC_DISPATCH(scale_row);
   for_rows(queue, x.count() / d, [&](std::int64_t row) {
-    const double mean = square(in + row * d, d) / static_cast<double>(d);
+    const double mean =
+        HWY_DYNAMIC_DISPATCH(sum_of_squares)(in + row * d, d) / static_cast<double>(d);
     inverse[row] = static_cast<float>(1.0 / std::sqrt(mean + epsilon));
-    apply(in + row * d, scale, inverse[row], out + row * d, d);
+    HWY_DYNAMIC_DISPATCH(scale_row)(in + row * d, scale, inverse[row], out + row * d, d);
   });
 }
 
@@ -106,9 +105,9 @@ void rms_norm_again(Queue& queue, const View& x, const View& weight, const View&
   const float* const scale = weight.as<float>();
   const float* const inverse = inverse_rms.as<float>();
   float* const out = y.as<float>();
-  const auto apply = &HWY_DYNAMIC_DISPATCH(scale_row);
-  for_rows(queue, x.count() / d,
-           [&](std::int64_t row) { apply(in + row * d, scale, inverse[row], out + row * d, d); });
+  for_rows(queue, x.count() / d, [&](std::int64_t row) {
+    HWY_DYNAMIC_DISPATCH(scale_row)(in + row * d, scale, inverse[row], out + row * d, d);
+  });
 }
 
 void rms_norm_backward(Queue& queue, const View& x, const View& weight, const View& inverse_rms,
@@ -122,13 +121,13 @@ void rms_norm_backward(Queue& queue, const View& x, const View& weight, const Vi
   const float* const d_out = d_y.as<float>();
   float* const d_in = d_x.as<float>();
   float* const partial = partial_d_weight.as<float>();
-  const auto kernel = &HWY_DYNAMIC_DISPATCH(backward_row);
   queue.parallel_for(rms_norm_blocks(rows), [&](std::int64_t block, Worker&) {
     std::fill_n(partial + block * d, d, 0.0F);
     const std::int64_t end = std::min(rows, (block + 1) * kRmsNormBlock);
     for (std::int64_t row = block * kRmsNormBlock; row < end; ++row) {
-      kernel(in + row * d, scale, inverse[row], d_out + row * d, d_in + row * d, accumulate,
-             partial + block * d, d);
+      HWY_DYNAMIC_DISPATCH(backward_row)
+      (in + row * d, scale, inverse[row], d_out + row * d, d_in + row * d, accumulate,
+       partial + block * d, d);
     }
   });
 }
@@ -139,13 +138,12 @@ void rms_norm_weight_gradient(Queue& queue, const View& partial_d_weight, const 
   const std::int64_t blocks = partial_d_weight.count() / d;
   const float* const partial = partial_d_weight.as<float>();
   float* const sum = d_weight.as<float>();
-  const auto kernel = &HWY_DYNAMIC_DISPATCH(add_row);
   queue.parallel_for(pieces_of(d, kColumns), [&](std::int64_t piece, Worker&) {
     const std::int64_t begin = piece * kColumns;
     const std::int64_t count = std::min(kColumns, d - begin);
     std::copy_n(partial + begin, count, sum + begin);
     for (std::int64_t block = 1; block < blocks; ++block) {
-      kernel(sum + begin, partial + block * d + begin, count);
+      HWY_DYNAMIC_DISPATCH(add_row)(sum + begin, partial + block * d + begin, count);
     }
   });
 }

@@ -97,7 +97,6 @@ void split_heads(Queue& queue, BatchShape shape, const RopeTable* table, const V
   TESSERA_CHECK(x.count() == shape.rows() * heads * width && padded >= shape.length);
   const float* const from = x.as<float>();
   float* const to = by_head.as<float>();
-  const auto turn = &HWY_DYNAMIC_DISPATCH(rotate);
   const std::int64_t blocks = pieces_of(padded, kRowsPerPiece);
   queue.parallel_for(shape.batch * blocks, [&](std::int64_t piece, Worker&) {
     const std::int64_t sequence = piece / blocks;
@@ -108,7 +107,8 @@ void split_heads(Queue& queue, BatchShape shape, const RopeTable* table, const V
       for (std::int64_t t = begin; t < std::min(end, shape.length); ++t) {
         const float* const in = from + ((sequence * shape.length + t) * heads + head) * width;
         if (table) {
-          turn(in, out + t * width, table->cosines(t), table->sines(t), width / 2, 1.0F);
+          HWY_DYNAMIC_DISPATCH(rotate)
+          (in, out + t * width, table->cosines(t), table->sines(t), width / 2, 1.0F);
         } else {
           std::copy_n(in, width, out + t * width);
         }
@@ -129,8 +129,6 @@ void merge_heads(Queue& queue, BatchShape shape, const RopeTable* table, std::in
   TESSERA_CHECK(x.count() == shape.rows() * heads * width && padded >= shape.length);
   const float* const from = by_head.as<float>();
   float* const to = x.as<float>();
-  const auto sum = &HWY_DYNAMIC_DISPATCH(sum_group);
-  const auto turn = &HWY_DYNAMIC_DISPATCH(rotate);
   const std::int64_t blocks = pieces_of(shape.length, kRowsPerPiece);
   queue.parallel_for(shape.batch * blocks, [&](std::int64_t piece, Worker&) {
     const std::int64_t sequence = piece / blocks;
@@ -140,8 +138,11 @@ void merge_heads(Queue& queue, BatchShape shape, const RopeTable* table, std::in
       const float* const in = from + (sequence * heads + head) * group * padded * width;
       for (std::int64_t t = begin; t < end; ++t) {
         float* const out = to + ((sequence * shape.length + t) * heads + head) * width;
-        sum(in + t * width, padded * width, group, out, width);
-        if (table) turn(out, out, table->cosines(t), table->sines(t), width / 2, -1.0F);
+        HWY_DYNAMIC_DISPATCH(sum_group)(in + t * width, padded * width, group, out, width);
+        if (table) {
+          HWY_DYNAMIC_DISPATCH(rotate)
+          (out, out, table->cosines(t), table->sines(t), width / 2, -1.0F);
+        }
       }
     }
   });
