@@ -208,8 +208,8 @@ TEST_F(LoaderTest, AReadingErrorComesInItsPlace) {
   while (!touches(bad)) ++bad;
   std::filesystem::resize_file(root_ / "b/part-1", 249 * 4);
   Loader loader(
-      *stream_, 1, [](std::int64_t n) { return n; }, 4, 0);
-  for (std::int64_t n = 0; n < bad; ++n) {
+      *stream_, 1, [](std::int64_t n) { return n; }, 4, good);
+  for (std::int64_t n = good; n < bad; ++n) {
     ASSERT_FALSE(loader.acquire().empty());
     loader.release();
   }
