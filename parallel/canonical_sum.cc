@@ -198,8 +198,8 @@ BufferSpec CanonicalSum::workspace(const UnitLayout& layout, const QuantumShare&
 }
 
 CanonicalSum::CanonicalSum(const UnitLayout& layout, const QuantumShare& share,
-                           Communicator& communicator, Queue& queue, std::vector<View> buffers,
-                           View workspace)
+                           Communicator& communicator, Queue& queue,
+                           const std::vector<View>& buffers, View workspace)
     : layout_(layout),
       share_(share),
       communicator_(communicator),

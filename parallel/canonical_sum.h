@@ -86,7 +86,7 @@ class CanonicalSum {
 
   // Layout, communicator and queue outlive this.
   CanonicalSum(const UnitLayout& layout, const QuantumShare& share, Communicator& communicator,
-               Queue& queue, std::vector<View> buffers, View workspace);
+               Queue& queue, const std::vector<View>& buffers, View workspace);
 
   // The gradient [layout.count()] f32 of this rank's quantum of the next round, padding zero; or an
   // empty View when the share gives this rank none. Read only; free for reuse on return. Collective

@@ -8,11 +8,13 @@
 
 #include <algorithm>
 #include <array>
+#include <bit>
 #include <cerrno>
 #include <cstdio>
 #include <cstring>
 #include <filesystem>
 #include <set>
+#include <sstream>
 #include <thread>
 
 #include "parallel/hdf5_file.h"
@@ -36,6 +38,12 @@ std::string system_reason() { return std::strerror(errno); }
 
 std::string array_at(const std::string& array, std::int64_t element) {
   return "array " + array + " at element " + std::to_string(element);
+}
+
+Error damaged(const std::string& path, const std::string& place) {
+  std::string message = "checkpoint " + path + ": " + place;
+  message += " is damaged: its checksum differs";
+  return {ExitCode::kCheckpoint, message};
 }
 
 // A stretch of an array that one rank holds, within one checksum's piece.
@@ -192,8 +200,7 @@ class Writer {
     require(H5Pset_obj_track_times(create.get(), false) >= 0, "set up");
     const Handle access(H5Pcreate(H5P_FILE_ACCESS), H5Pclose);
     require(H5Pset_fapl_mpio(access.get(), communicator_.handle(), MPI_INFO_NULL) >= 0 &&
-                H5Pset_libver_bounds(access.get(), H5F_LIBVER_V110, H5F_LIBVER_V110) >= 0 &&
-                H5Pset_coll_metadata_write(access.get(), true) >= 0,
+                H5Pset_libver_bounds(access.get(), H5F_LIBVER_V110, H5F_LIBVER_V110) >= 0,
             "set up");
     file_ = Handle(H5Fcreate(path_.c_str(), H5F_ACC_TRUNC, create.get(), access.get()), H5Fclose);
     require(file_.valid(), "created");
@@ -249,38 +256,26 @@ class Writer {
     write_attributes(meta);
   }
 
-  // Every rank takes part in every transfer, with nothing when it has no more.
-  void write_arrays(const std::vector<const CheckpointArray*>& arrays,
-                    const std::vector<std::int64_t>& rounds) {
-    const Handle collective(H5Pcreate(H5P_DATASET_XFER), H5Pclose);
-    require(H5Pset_dxpl_mpio(collective.get(), H5FD_MPIO_COLLECTIVE) >= 0, "set up");
+  // Each rank for itself: a flat stretch of an array is one of the file, so collective transfers
+  // win nothing, and Open MPI 4.1 doesn't report their errors (a full disk left holes in the file,
+  // or hung).
+  void write_arrays(const std::vector<const CheckpointArray*>& arrays) {
     for (std::size_t i = 0; i < arrays.size(); ++i) {
-      if (communicator_.activity() != nullptr) {
-        communicator_.activity()->set("write checkpoint", arrays[i]->name);
-      }
-      const std::vector<CheckpointArray::Part> parts =
-          transfers(*arrays[i], options_.transfer_bytes);
       const Handle file_space = hdf5::space_of(arrays[i]->shape);
-      for (std::int64_t round = 0; round < rounds[i]; ++round) {
-        CheckpointArray::Part part;
-        if (round < static_cast<std::int64_t>(parts.size())) {
-          part = parts[static_cast<std::size_t>(round)];
+      for (const CheckpointArray::Part& part : transfers(*arrays[i], options_.transfer_bytes)) {
+        if (communicator_.activity() != nullptr) {
+          communicator_.activity()->set("write checkpoint", arrays[i]->name);
         }
-        const std::int64_t count = part.end - part.begin;
-        const Shape flat{std::max<std::int64_t>(count, 1)};
-        const Handle memory_space = hdf5::space_of(flat);
-        // A pointer is wanted even for nothing.
-        float none = 0.0F;
+        const Handle memory_space = hdf5::space_of(Shape{part.end - part.begin});
         require(hdf5::select_flat(file_space, arrays[i]->shape, part.begin, part.end) &&
-                    hdf5::select_flat(memory_space, flat, 0, count) &&
                     H5Dwrite(data_[i].get(), H5T_NATIVE_FLOAT, memory_space.get(), file_space.get(),
-                             collective.get(), count > 0 ? part.data : &none) >= 0,
+                             H5P_DEFAULT, part.data) >= 0,
                 "written at array " + arrays[i]->name);
       }
     }
   }
 
-  // Rank 0 alone, without synchronisation: the arrays are small, and space was allocated early.
+  // Rank 0 alone.
   void write_state(const CheckpointMeta& meta,
                    const std::vector<std::vector<std::uint32_t>>& checksums) {
     if (communicator_.rank() != 0) return;
@@ -354,14 +349,16 @@ class Writer {
 // What is to be the same on all ranks, for creation is collective with identical arguments.
 std::uint32_t description(const std::string& folder, const CheckpointMeta& meta,
                           const std::vector<const CheckpointArray*>& arrays) {
-  std::string text = folder + '\n' + std::to_string(meta.step);
-  for (const auto& [name, number] : meta.numbers) text += '\n' + name + std::to_string(number);
-  for (const auto& [name, value] : meta.texts) text += '\n' + name + value;
-  for (const auto& [name, number] : meta.state) text += '\n' + name + std::to_string(number);
+  std::ostringstream text;
+  text << folder << ' ' << meta.step << '\n';
+  for (const auto& [name, number] : meta.numbers) text << name << ' ' << number << '\n';
+  for (const auto& [name, value] : meta.texts) text << name << ' ' << value << '\n';
+  for (const auto& [name, number] : meta.state) text << name << ' ' << number << '\n';
   for (const CheckpointArray* array : arrays) {
-    text += '\n' + array->name + array->shape.to_string();
+    text << array->name << ' ' << array->shape.to_string() << '\n';
   }
-  return hdf5::crc_of(0, text.data(), static_cast<std::int64_t>(text.size()));
+  const std::string all = text.str();
+  return hdf5::crc_of(0, all.data(), static_cast<std::int64_t>(all.size()));
 }
 
 std::int64_t bytes_needed(const CheckpointMeta& meta,
@@ -419,7 +416,7 @@ std::string write_checkpoint(Communicator& communicator, const std::string& fold
                              const CheckpointOptions& options) {
   hdf5::silence();
   const std::vector<const CheckpointArray*> order = sorted(arrays);
-  const std::string path = (fs::path(folder) / checkpoint_name(meta.step)).string();
+  std::string path = (fs::path(folder) / checkpoint_name(meta.step)).string();
   const std::string partial = path + kPartial;
   const std::int64_t same = description(folder, meta, order);
   TESSERA_CHECK(communicator.all_reduce("checkpoint arguments", Reduction::kMin, same) ==
@@ -457,17 +454,12 @@ std::string write_checkpoint(Communicator& communicator, const std::string& fold
       throw;
     }
   });
-  std::vector<std::int64_t> rounds;
-  for (const CheckpointArray* array : order) {
-    rounds.push_back(static_cast<std::int64_t>(transfers(*array, options.transfer_bytes).size()));
-  }
-  communicator.all_reduce("checkpoint rounds", Reduction::kMax, rounds);
   pause();
   {
     Writer writer(communicator, partial, meta.step, options);
     writer.open(meta, order, checksums);
     pause();
-    writer.write_arrays(order, rounds);
+    writer.write_arrays(order);
     pause();
     writer.write_state(meta, checksums);
     writer.close();
@@ -527,9 +519,10 @@ void read_checkpoint(Communicator& communicator, const std::string& path,
   for (std::size_t i = 0; i < order.size(); ++i) {
     for (std::size_t piece = 0; piece < found[i].size(); ++piece) {
       if (found[i][piece] == stored[i][piece]) continue;
-      error = "checkpoint " + path + ": " +
-              array_at(order[i]->name, static_cast<std::int64_t>(piece) * kChecksumElements) +
-              " or in the 16 MiB from there is damaged: its checksum differs";
+      error = damaged(path, array_at(order[i]->name,
+                                     static_cast<std::int64_t>(piece) * kChecksumElements) +
+                                " or in the 16 MiB from there")
+                  .what();
       break;
     }
     if (!error.empty()) break;
@@ -618,9 +611,7 @@ std::vector<std::string> verify_checkpoint(const std::string& path) {
             file.read(array, begin, end, piece.data());
             if (hdf5::crc_of(0, piece.data(), (end - begin) * kElement) !=
                 sums[static_cast<std::size_t>(begin / kChecksumElements)]) {
-              throw Error(ExitCode::kCheckpoint,
-                          "checkpoint " + path + ": " + array_at(array, begin) +
-                              " or in the 16 MiB from there is damaged: its checksum differs");
+              throw damaged(path, array_at(array, begin) + " or in the 16 MiB from there");
             }
           }
         });
@@ -630,8 +621,7 @@ std::vector<std::string> verify_checkpoint(const std::string& path) {
       attempt([&] {
         const std::int64_t value = file.read_state(array);
         if (hdf5::crc_of(0, &value, sizeof(value)) != file.checksums(array, sizeof(value))[0]) {
-          throw Error(ExitCode::kCheckpoint, "checkpoint " + path + ": array " + array +
-                                                 " is damaged: its checksum differs");
+          throw damaged(path, "array " + array);
         }
       });
     }
@@ -672,7 +662,8 @@ std::optional<CheckpointDifference> diff_array(const hdf5::CheckpointFile& a,
     b.read(array, begin, end, second.data());
     for (std::size_t i = 0; i < count; ++i) {
       // Bits, so that NaN equals itself and -0 doesn't equal 0.
-      if (std::memcmp(&first[i], &second[i], sizeof(float)) == 0) continue;
+      if (std::bit_cast<std::uint32_t>(first[i]) == std::bit_cast<std::uint32_t>(second[i]))
+        continue;
       std::int64_t flat = begin + static_cast<std::int64_t>(i);
       std::vector<std::int64_t> index(static_cast<std::size_t>(shape.rank()));
       for (int axis = shape.rank() - 1; axis >= 0; --axis) {
