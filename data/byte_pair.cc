@@ -13,6 +13,7 @@ namespace {
 
 constexpr std::size_t kShortPiece = 16;  // bytes that two words hold
 constexpr std::size_t kScanned = 64;     // bytes up to which looking at every pair beats a queue
+constexpr std::size_t kWindow = std::size_t{1} << 13;  // bytes of a long piece merged at once
 constexpr int kRecentBits = 13;
 
 int bits_for(std::size_t entries) { return static_cast<int>(std::bit_width(entries * 2 + 1)); }
@@ -161,29 +162,26 @@ std::size_t BytePairEncoder::merge_short(std::string_view piece, std::uint32_t* 
                            [this](std::uint32_t rank) { return made_[rank]; });
 }
 
-void BytePairEncoder::merge_long(std::string_view piece, std::vector<std::uint32_t>& ids,
-                                 Workspace& workspace) const {
+// Encodes piece[begin, begin + size) by itself.
+void BytePairEncoder::merge_window(std::string_view piece, std::size_t begin, std::size_t size,
+                                   Workspace& workspace,
+                                   std::vector<Workspace::Placed>& tokens) const {
   constexpr std::uint32_t kEnd = UINT32_MAX;
-  if (piece.size() >= kEnd) {
-    throw Error(ExitCode::kData, "one word of the text has " + std::to_string(piece.size()) +
-                                     " bytes; at most 4294967294 are possible");
+  if (size >= kEnd) {
+    throw Error(ExitCode::kData, "one word of the text has 4 GiB or more and can't be cut");
   }
-  // The symbols are a linked list over the piece's bytes. A queue holds each pair once as its rank
-  // and place; an entry counts only while the pair at its place still has that rank.
-  struct Symbol {
-    std::uint32_t id;
-    std::uint32_t rank;  // of the pair with the next one
-    std::uint32_t previous;
-    std::uint32_t next;
-  };
-  const auto count = static_cast<std::uint32_t>(piece.size());
-  std::vector<Symbol> symbols(count);
-  std::vector<std::uint64_t> queue;
+  // The symbols are a linked list over the bytes. The queue holds each pair as its rank and place;
+  // an entry counts only while the pair at its place still has that rank.
+  std::vector<Workspace::Symbol>& symbols = workspace.symbols_;
+  std::vector<std::uint64_t>& queue = workspace.queue_;
   const auto entry = [](std::uint32_t rank, std::uint32_t place) {
     return std::uint64_t{rank} << 32 | place;
   };
+  const auto count = static_cast<std::uint32_t>(size);
+  symbols.resize(count);
+  queue.clear();
   for (std::uint32_t i = 0; i < count; ++i) {
-    symbols[i] = {byte_ids_[static_cast<unsigned char>(piece[i])], PairTable::kNone,
+    symbols[i] = {byte_ids_[static_cast<unsigned char>(piece[begin + i])], PairTable::kNone,
                   i == 0 ? kEnd : i - 1, i + 1 == count ? kEnd : i + 1};
   }
   for (std::uint32_t i = 0; i + 1 < count; ++i) {
@@ -193,7 +191,7 @@ void BytePairEncoder::merge_long(std::string_view piece, std::vector<std::uint32
   workspace.queue_operations_ += static_cast<std::int64_t>(queue.size());
   std::make_heap(queue.begin(), queue.end(), std::greater<>());
   const auto renew = [&](std::uint32_t place) {
-    Symbol& symbol = symbols[place];
+    Workspace::Symbol& symbol = symbols[place];
     symbol.rank =
         symbol.next == kEnd ? PairTable::kNone : pairs_.rank(symbol.id, symbols[symbol.next].id);
     if (symbol.rank == PairTable::kNone) return;
@@ -207,9 +205,9 @@ void BytePairEncoder::merge_long(std::string_view piece, std::vector<std::uint32
     std::pop_heap(queue.begin(), queue.end(), std::greater<>());
     queue.pop_back();
     ++workspace.queue_operations_;
-    Symbol& symbol = symbols[place];
+    Workspace::Symbol& symbol = symbols[place];
     if (symbol.rank != rank) continue;
-    Symbol& right = symbols[symbol.next];
+    Workspace::Symbol& right = symbols[symbol.next];
     right.rank = PairTable::kNone;
     symbol.id = made_[rank];
     symbol.next = right.next;
@@ -217,13 +215,58 @@ void BytePairEncoder::merge_long(std::string_view piece, std::vector<std::uint32
     renew(place);
     if (symbol.previous != kEnd) renew(symbol.previous);
   }
-  for (std::uint32_t i = 0; i != kEnd; i = symbols[i].next) ids.push_back(symbols[i].id);
+  tokens.clear();
+  for (std::uint32_t i = 0; i != kEnd; i = symbols[i].next) {
+    const std::uint32_t end = symbols[i].next == kEnd ? count : symbols[i].next;
+    tokens.push_back({symbols[i].id, begin + i, begin + end});
+  }
+}
+
+// A sequence of tokens is the encoding of its bytes exactly when every two neighbours are the
+// encoding of theirs: a merge across the border of two would be the first of its kind in both. So
+// encodings of windows that overlap may be joined at a token that both have at the same place, and
+// a long piece costs no more memory than a window. False, and `ids` as before, where two windows
+// have no such token.
+bool BytePairEncoder::merge_windows(std::string_view piece, std::size_t window,
+                                    std::vector<std::uint32_t>& ids, Workspace& workspace) const {
+  const std::size_t before = ids.size();
+  std::vector<Workspace::Placed>& tokens = workspace.window_;
+  std::vector<Workspace::Placed>& following = workspace.next_window_;
+  merge_window(piece, 0, std::min(window, piece.size()), workspace, tokens);
+  std::size_t first = 0;  // of `tokens` that aren't in `ids` yet
+  while (tokens.back().end < piece.size()) {
+    const std::size_t overlap_begin = tokens.back().end - window / 8;
+    std::size_t at = first;
+    while (at + 1 < tokens.size() && tokens[at].begin < overlap_begin) ++at;
+    const std::size_t begin = tokens[at].begin;
+    merge_window(piece, begin, std::min(window, piece.size() - begin), workspace, following);
+    std::size_t same = 0;
+    while (at < tokens.size() && same < following.size() &&
+           (tokens[at].begin != following[same].begin || tokens[at].end != following[same].end)) {
+      if (tokens[at].end <= following[same].end) {
+        ++at;
+      } else {
+        ++same;
+      }
+    }
+    if (at == tokens.size() || same == following.size() ||
+        following.back().end == tokens.back().end) {
+      ids.resize(before);
+      return false;
+    }
+    for (; first <= at; ++first) ids.push_back(tokens[first].id);
+    tokens.swap(following);
+    first = same + 1;
+  }
+  for (; first < tokens.size(); ++first) ids.push_back(tokens[first].id);
+  return true;
 }
 
 void BytePairEncoder::encode(std::string_view piece, std::vector<std::uint32_t>& ids,
                              Workspace& workspace) const {
   if (piece.size() > kScanned) {
-    merge_long(piece, ids, workspace);
+    std::size_t window = kWindow;
+    while (!merge_windows(piece, window, ids, workspace)) window *= 2;
     return;
   }
   std::uint32_t found[kScanned];

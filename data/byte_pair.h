@@ -53,7 +53,7 @@ std::vector<Merge> merges_of_ranked_tokens(const std::vector<std::string>& token
 class BytePairEncoder {
  public:
   // Working memory of one thread. Holds the ids of short pieces met lately, of any encoder:
-  // bounded, about 0.5 MB.
+  // bounded, about 0.5 MB. Long pieces need 25 bytes for each byte of a window.
   class Workspace {
    public:
     Workspace();
@@ -70,13 +70,29 @@ class BytePairEncoder {
       std::uint16_t count;    // ids
       std::array<std::uint32_t, 6> ids;
     };
+    struct Symbol {
+      std::uint32_t id;
+      std::uint32_t rank;  // of the pair with the next one
+      std::uint32_t previous;
+      std::uint32_t next;
+    };
+    // A token where it stands in the piece.
+    struct Placed {
+      std::uint32_t id;
+      std::size_t begin;
+      std::size_t end;
+    };
     std::vector<Recent> recent_;
+    std::vector<Symbol> symbols_;
+    std::vector<std::uint64_t> queue_;
+    std::vector<Placed> window_;
+    std::vector<Placed> next_window_;
     std::int64_t queue_operations_ = 0;
   };
 
   explicit BytePairEncoder(const Vocabulary& vocabulary);
-  // Appends the ids of the piece. O(n log n) in its length, which is below 2^32 bytes
-  // (Error(kData)).
+  // Appends the ids of the piece. Linear in its length where windows meet, as they do in text (see
+  // merge_windows); never worse than n log^2 n. Error(kData) where they don't meet within 4 GiB.
   void encode(std::string_view piece, std::vector<std::uint32_t>& ids, Workspace& workspace) const;
 
  private:
@@ -88,8 +104,10 @@ class BytePairEncoder {
     std::uint32_t length;  // 0: empty
   };
   std::size_t merge_short(std::string_view piece, std::uint32_t* ids) const;
-  void merge_long(std::string_view piece, std::vector<std::uint32_t>& ids,
-                  Workspace& workspace) const;
+  void merge_window(std::string_view piece, std::size_t begin, std::size_t size,
+                    Workspace& workspace, std::vector<Workspace::Placed>& tokens) const;
+  bool merge_windows(std::string_view piece, std::size_t window, std::vector<std::uint32_t>& ids,
+                     Workspace& workspace) const;
 
   std::array<std::uint32_t, 256> byte_ids_;
   PairTable pairs_;
