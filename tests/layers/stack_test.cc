@@ -2,50 +2,13 @@
 // loss's gradient, and that a step allocates nothing.
 #include "layers/stack.h"
 
-#include <dlfcn.h>
 #include <google/protobuf/text_format.h>
 
-#include <atomic>
-#include <cstdlib>
-#include <new>
 #include <set>
 
+#include "tests/layers/count_allocations.h"
 #include "tests/layers/testing.h"
 #include "tests/reference/model.h"
-
-// Allocations made while counting is on, but for those of the matrix library's own calls, which
-// aren't ours to avoid.
-namespace {
-std::atomic<bool> counting{false};
-std::atomic<std::int64_t> allocations{0};
-
-void* counted(std::size_t bytes, std::size_t alignment, const void* caller) {
-  if (counting) {
-    Dl_info where;
-    const bool library = dladdr(caller, &where) != 0 && where.dli_fname != nullptr &&
-                         std::strstr(where.dli_fname, "libdnnl") != nullptr;
-    if (!library) ++allocations;
-  }
-  void* memory =
-      alignment <= alignof(std::max_align_t)
-          ? std::malloc(bytes)
-          : std::aligned_alloc(alignment, (bytes + alignment - 1) / alignment * alignment);
-  if (memory == nullptr) throw std::bad_alloc();
-  return memory;
-}
-}  // namespace
-
-void* operator new(std::size_t bytes) { return counted(bytes, 1, __builtin_return_address(0)); }
-void* operator new[](std::size_t bytes) { return counted(bytes, 1, __builtin_return_address(0)); }
-void* operator new(std::size_t bytes, std::align_val_t alignment) {
-  return counted(bytes, static_cast<std::size_t>(alignment), __builtin_return_address(0));
-}
-void operator delete(void* memory) noexcept { std::free(memory); }
-void operator delete[](void* memory) noexcept { std::free(memory); }
-void operator delete(void* memory, std::size_t) noexcept { std::free(memory); }
-void operator delete[](void* memory, std::size_t) noexcept { std::free(memory); }
-void operator delete(void* memory, std::align_val_t) noexcept { std::free(memory); }
-void operator delete(void* memory, std::size_t, std::align_val_t) noexcept { std::free(memory); }
 
 namespace tessera::testing {
 namespace {
@@ -212,16 +175,15 @@ TEST(Stack, AStepAllocatesNothing) {
     StackRun run(config_of(kTiny), batch);
     // Pieces fall to whichever thread is free, and each prepares its own products.
     for (int i = 0; i < 20; ++i) run.step(1.0);
-    allocations = 0;
-    counting = true;
-    run.step(1.0);
-    counting = false;
-    EXPECT_EQ(allocations, 0) << threads << " threads";
-    counting = true;
-    const std::vector<float> one(1);
-    counting = false;
-    EXPECT_EQ(allocations, 1) << "the count itself must work";
+    EXPECT_EQ(count_allocations([&] { run.step(1.0); }), 0) << threads << " threads";
   }
+  // The count itself must work.
+  static float* volatile seen = nullptr;
+  EXPECT_EQ(count_allocations([] {
+              std::vector<float> one(1);
+              seen = one.data();
+            }),
+            1);
 }
 
 TEST(Stack, NamesShapesAndDecay) {
