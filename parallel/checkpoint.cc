@@ -466,6 +466,10 @@ std::string write_checkpoint(Communicator& communicator, const std::string& fold
   }
   pause();
   on_first_rank(communicator, "checkpoint rename", [&] {
+    // What HDF5 wrote by itself is read back, for MPI-IO was seen to lose errors.
+    if (check_structure(hdf5::CheckpointFile(partial)) != meta) {
+      throw Error(ExitCode::kCheckpoint, "checkpoint " + partial + " doesn't say what was written");
+    }
     struct stat status = {};
     // Gives back what was reserved past the end.
     if (::stat(partial.c_str(), &status) != 0 || ::truncate(partial.c_str(), status.st_size) != 0) {

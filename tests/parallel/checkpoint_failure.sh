@@ -1,10 +1,11 @@
 #!/bin/sh
-# checkpoint_failure.sh PROGRAM MPIRUN...: see checkpoint_failure_main.cc.
-program=$1
-shift
+# checkpoint_failure.sh data|metadata PROGRAM MPIRUN...: see checkpoint_failure_main.cc.
+what=$1
+program=$2
+shift 2
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
-"$@" "$program" "$folder" >"$folder/out" 2>&1
+"$@" "$program" "$folder" "$what" >"$folder/out" 2>&1
 code=$?
 cat "$folder/out"
 [ "$code" -eq 4 ] || { echo "exit code $code, not 4"; exit 1; }

@@ -1,6 +1,5 @@
-// Runs out of space in the middle of a save: after the space was reserved, rank 0 may no longer
-// write. The job has to end with code 4 and one line, the checkpoint before intact. Run by
-// checkpoint_failure.sh.
+// Runs out of space in the middle of a save, though space was reserved. The job has to end with
+// code 4 and one line, the checkpoint before intact. Run by checkpoint_failure.sh.
 #include <sys/resource.h>
 
 #include <csignal>
@@ -22,13 +21,19 @@ int main(int argc, char** argv) {
   std::signal(SIGXFSZ, SIG_IGN);  // so that writing fails as on a full disk
   CheckpointOptions options;
   options.pause = std::chrono::milliseconds(1000);
+  // "data": on rank 0, once the space is reserved; "metadata": everywhere, once the arrays are
+  // written.
+  const bool metadata = std::string(argv[2]) == "metadata";
   std::thread limiter([&] {
-    if (communicator.rank() != 0) return;
-    while (!std::filesystem::exists(folder + "/step-00000002.h5.partial")) {
+    if (communicator.rank() != 0 && !metadata) return;
+    const std::string partial = folder + "/step-00000002.h5.partial";
+    std::error_code absent;
+    while (!std::filesystem::exists(partial) ||
+           (metadata && std::filesystem::file_size(partial, absent) < 16000000)) {
       std::this_thread::sleep_for(std::chrono::milliseconds(1));
     }
     std::this_thread::sleep_for(std::chrono::milliseconds(300));
-    const rlimit small = {100000, RLIM_INFINITY};
+    const rlimit small = {metadata ? rlim_t{1} : rlim_t{100000}, RLIM_INFINITY};
     setrlimit(RLIMIT_FSIZE, &small);
   });
   write_checkpoint(communicator, folder, checkpoint_meta(2), state.arrays(), options);
