@@ -103,19 +103,19 @@ void Trainer::start(const ResumeOptions& resume) {
   if (resume.from != "auto" && resume.from != "never") {
     resumed = resume_from(resume.from, resume, false);
   } else {
-    std::vector<CheckpointEntry> entries;
-    std::string usable;  // paths, newest first, a line each: the same on all ranks
+    std::string usable;     // paths, newest first, a line each: the same on all ranks
+    std::string published;  // a name, if any save was ever finished
     together(communicator_, "list checkpoints", [&] {
       if (communicator_.rank() != 0) return;
-      entries = list_checkpoints(folder_.checkpoints());
-      for (const CheckpointEntry& entry : entries) {
+      for (const CheckpointEntry& entry : list_checkpoints(folder_.checkpoints())) {
+        if (entry.path.ends_with(".h5")) published = entry.path;
         if (!entry.fault.empty()) {
           say("skipping " + entry.path + ": " + entry.fault);
         } else {
           usable += entry.path + "\n";
         }
       }
-      if (resume.from == "never" && !entries.empty()) {
+      if (resume.from == "never" && !published.empty()) {
         throw Error(ExitCode::kUsage,
                     folder_.path +
                         " already holds checkpoints of a run: remove it or choose "
@@ -123,13 +123,13 @@ void Trainer::start(const ResumeOptions& resume) {
       }
     });
     communicator_.broadcast("list checkpoints", usable, 0);
-    const bool any = !usable.empty();
+    communicator_.broadcast("list checkpoints", published, 0);
     while (!resumed && !usable.empty()) {
       const std::size_t end = usable.find('\n');
       resumed = resume_from(usable.substr(0, end), resume, true);
       usable.erase(0, end + 1);
     }
-    if (any && !resumed) {
+    if (!published.empty() && !resumed) {
       throw AgreedError(ExitCode::kCheckpoint,
                         folder_.checkpoints() + ": no checkpoint of the run can be resumed from");
     }
