@@ -49,6 +49,7 @@ void resolve(Config& config, const TokenStream& stream) {
         "train.steps: the recipe's total_tokens make less than one step of train.global_batch " +
             std::to_string(train.global_batch()) + " samples");
   }
+  check_schedule(config.optim(), train.steps());
 }
 
 std::string run_numerics(const Config& config, const TokenStream& stream) {
@@ -243,7 +244,10 @@ void Trainer::write_metrics(const StepResult& result, double rate, double second
   metrics.reduce_seconds = communicator_.traffic(Traffic::kReduce).seconds +
                            communicator_.traffic(Traffic::kControl).seconds;
   metrics.data_seconds = data_seconds;
-  progress_->step_done(step_tokens, seconds);
+  // Checkpoints and validation between steps count in the time left.
+  const auto now = std::chrono::steady_clock::now();
+  progress_->step_done(step_tokens, std::chrono::duration<double>(now - last_step_end_).count());
+  last_step_end_ = now;
   together(communicator_, "write metrics", [&] {
     if (communicator_.rank() != 0) return;
     metrics_->write(metrics);
@@ -393,6 +397,7 @@ std::string Trainer::stop_reason() {
 
 void Trainer::run() {
   start_loader();
+  last_step_end_ = std::chrono::steady_clock::now();
   std::string reason = stop_reason();
   while (reason.empty()) {
     const StepResult result = train_step();

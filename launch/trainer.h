@@ -1,6 +1,7 @@
 // The training loop of one rank, from opened data to the last checkpoint.
 #pragma once
 
+#include <chrono>
 #include <cstdint>
 #include <memory>
 #include <optional>
@@ -93,6 +94,7 @@ class Trainer {
   std::unique_ptr<MetricsFile> metrics_;  // rank 0
   std::unique_ptr<TensorBoardWriter> events_;  // rank 0, if wanted
   std::optional<Progress> progress_;
+  std::chrono::steady_clock::time_point last_step_end_;
 };
 
 }  // namespace tessera

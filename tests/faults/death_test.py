@@ -14,9 +14,8 @@ STEPS = 6
 def injected(folder, kind, rank, call, expect=None, sets=()):
     start = time.time()
     done = h.train(h.make_config(STEPS), folder, RANKS, sets=sets, expect=expect,
-                   mpi=["-x", "LD_PRELOAD"],
-                   env={"LD_PRELOAD": INJECTION, "TESSERA_FAULT_RANK": str(rank),
-                        "TESSERA_FAULT_CALL": str(call), "TESSERA_FAULT_KIND": kind})
+                   mpi=["-x", f"LD_PRELOAD={INJECTION}", "-x", f"TESSERA_FAULT_RANK={rank}", "-x",
+                        f"TESSERA_FAULT_CALL={call}", "-x", f"TESSERA_FAULT_KIND={kind}"])
     text = done.stdout + done.stderr
     assert "fault injected: " + kind in text, text
     return done.returncode, text, time.time() - start
@@ -46,7 +45,7 @@ def end_and_resume(kind, words, rank, call):
     assert h.numbers(folder) == h.numbers(reference())
 
 
-# The call numbers lie in the run's start (12), in a step (60) and further on (110).
+# The call numbers lie in the start of the run (12), in its first steps (60) and further on (150).
 def test_killed():
     for rank in range(RANKS):
         end_and_resume("kill", "signal 9 (Killed)", rank, 60)
@@ -64,7 +63,7 @@ def test_exits():
 
 
 def test_aborts():
-    end_and_resume("abort", "signal 6 (Aborted)", 3, 110)
+    end_and_resume("abort", "signal 6 (Aborted)", 3, 150)
 
 
 def test_mpi_reports_an_error():

@@ -3,37 +3,14 @@
 #include <gtest/gtest.h>
 #include <mpi.h>
 
-#include <atomic>
 #include <cmath>
-#include <cstdlib>
 #include <limits>
 #include <memory>
-#include <new>
-#include <string>
 #include <vector>
 
 #include "launch/engine.h"
 #include "runtime/random.h"
-
-namespace {
-std::atomic<std::int64_t> allocations{0};
-}
-
-void* operator new(std::size_t size) {
-  ++allocations;
-  if (void* memory = std::malloc(size)) return memory;
-  throw std::bad_alloc();
-}
-void* operator new(std::size_t size, std::align_val_t alignment) {
-  ++allocations;
-  const auto step = static_cast<std::size_t>(alignment);
-  if (void* memory = std::aligned_alloc(step, (size + step - 1) / step * step)) return memory;
-  throw std::bad_alloc();
-}
-void operator delete(void* memory) noexcept { std::free(memory); }
-void operator delete(void* memory, std::size_t) noexcept { std::free(memory); }
-void operator delete(void* memory, std::align_val_t) noexcept { std::free(memory); }
-void operator delete(void* memory, std::size_t, std::align_val_t) noexcept { std::free(memory); }
+#include "tests/layers/count_allocations.h"
 
 namespace tessera {
 namespace {
@@ -75,7 +52,7 @@ bool counts(std::int64_t sample, std::int64_t position) {
 }
 
 // Everything that one configuration of the engine needs, filled with the samples' batches.
-struct Run {
+struct TestRun {
   Communicator communicator{MPI_COMM_WORLD};
   Activity activity;
   Device device{1};
@@ -96,8 +73,8 @@ struct Run {
     return options;
   }
 
-  explicit Run(std::int64_t micro_batch, Accumulate accumulate = Accumulate::kSharded,
-               bool per_step = false)
+  explicit TestRun(std::int64_t micro_batch, Accumulate accumulate = Accumulate::kSharded,
+                   bool per_step = false)
       : plan(stack, options(micro_batch, accumulate, per_step)),
         engine(stack, plan, device, communicator, activity) {
     engine.initialise(1);
@@ -142,7 +119,7 @@ TEST(Engine, B20_LossAndGradientDontDependOnTheCut) {
   StepResult first;
   std::vector<float> first_shard;
   for (const std::int64_t micro_batch : {8, 4, 2, 1}) {
-    Run run(micro_batch);
+    TestRun run(micro_batch);
     run.fill();
     run.optim.set_clip_norm(0);
     const StepResult result = run.step();
@@ -169,7 +146,7 @@ TEST(Engine, B20_LossAndGradientDontDependOnTheCut) {
 }
 
 TEST(Engine, B20_AStepWithoutALabelIsZeroNotNaN) {
-  Run run(2);
+  TestRun run(2);
   run.fill(true);
   const std::vector<float> before = run.shard();
   const StepResult result = run.step();
@@ -182,7 +159,7 @@ TEST(Engine, B20_AStepWithoutALabelIsZeroNotNaN) {
 // A weight that isn't finite makes the step's loss so: nothing is applied, on any rank, and the
 // limit of such steps ends the run.
 TEST(Engine, NonFiniteStepsAreNotApplied) {
-  Run run(2);
+  TestRun run(2);
   run.fill();
   for (CheckpointArray& array : run.engine.arrays(false)) {
     if (array.name == "params/model.norm.weight") {
@@ -210,13 +187,14 @@ TEST(Engine, NonFiniteStepsAreNotApplied) {
 
 TEST(Engine, AStepAllocatesNothingOnceWarm) {
   for (const Accumulate accumulate : {Accumulate::kSharded, Accumulate::kLocal}) {
-    Run run(1, accumulate);
+    TestRun run(1, accumulate);
     run.fill();
     run.step();
     run.step();
-    const std::int64_t before = allocations;
-    for (int i = 0; i < 3; ++i) run.step();
-    EXPECT_EQ(allocations - before, 0);
+    EXPECT_EQ(testing::count_allocations([&] {
+                for (int i = 0; i < 3; ++i) run.step();
+              }),
+              0);
   }
 }
 
@@ -224,7 +202,7 @@ TEST(Engine, AStepAllocatesNothingOnceWarm) {
 TEST(Engine, PlannedTrafficIsTheTrafficSent) {
   for (const Accumulate accumulate : {Accumulate::kSharded, Accumulate::kLocal}) {
     for (const bool per_step : {false, true}) {
-      Run run(1, accumulate, per_step);
+      TestRun run(1, accumulate, per_step);
       run.fill();
       run.communicator.reset_traffic();
       run.step();
@@ -241,7 +219,7 @@ TEST(Engine, PlannedTrafficIsTheTrafficSent) {
 
 // The promise of equal bits means something only if parameters are cut between ranks.
 TEST(Engine, ParametersStraddleRanks) {
-  Run run(1);
+  TestRun run(1);
   if (run.communicator.size() == 1) return;
   std::int64_t straddling = 0;
   for (const CheckpointArray& array : run.engine.arrays(false)) {

@@ -76,16 +76,16 @@ def test_plan_agrees_with_itself():
     h.run([h.TESSERA, "plan", "--config", h.make_config(4)])
 
 
-BIG = ["model.width=512", "model.vocabulary=24000", "model.feed_forward.width=1408",
+BIG = ["model.width=512", "model.vocabulary=48000", "model.feed_forward.width=1408",
        "train.micro_batch=7", "validation.every=0", "checkpoint.every=0", "train.steps=2"]
 
 
 def test_B37_peak_memory_is_what_plan_says():
     """At 1 GB a rank or more, within 10 %."""
-    for ranks, more in ((1, []), (2, ["train.micro_batch=2", "model.vocabulary=60000"]),
+    for ranks, more in ((1, []), (2, ["train.micro_batch=2", "model.vocabulary=80000"]),
                         (2, ["execution.recompute=true", "parallel.gather=PER_STEP",
                              "parallel.accumulate=LOCAL", "train.micro_batch=2",
-                             "model.vocabulary=40000"])):
+                             "model.vocabulary=60000"])):
         sets = [flag for value in BIG + more for flag in ("--set", value)]
         config = h.make_config(4)
         planned = json.loads(h.run([h.TESSERA, "plan", "--config", config, "--json", "--ranks",

@@ -195,7 +195,7 @@ def main(namespace):
     FOLDER = tempfile.mkdtemp(prefix="tessera-test-")
     failed = []
     try:
-        for name, function in namespace.items():
+        for name, function in list(namespace.items()):
             if not name.startswith("test_") or (wanted and name not in wanted):
                 continue
             start = time.time()
