@@ -84,8 +84,9 @@ def main():
     if arguments.mean_entropy:
         print(f"{bound:.4f}")
         return
-    print(f"held out, after {last['step'] + 1:5d} steps  tokens      loss   unigram     below")
-    print("                               " + "             entropy   by")
+    title = f"held out, after {last['step'] + 1} steps"
+    print(f"{title:<28}{'tokens':>8}{'loss':>10}{'unigram':>10}{'below':>10}")
+    print(f"{'':<28}{'':>8}{'':>10}{'entropy':>10}{'it by':>10}")
     for name, count, value, level in rows + [("mean", sum(r[1] for r in rows), loss, bound)]:
         print(f"  {name:<26}{count:8d}{value:10.3f}{level:10.3f}{level - value:10.3f}")
 
