@@ -155,10 +155,11 @@ BytePairEncoder::BytePairEncoder(const Vocabulary& vocabulary)
 
 std::size_t BytePairEncoder::merge_short(std::string_view piece, std::uint32_t* ids) const {
   std::uint32_t ranks[kScanned];
-  for (std::size_t i = 0; i < piece.size(); ++i) {
+  const std::size_t count = piece.size();
+  for (std::size_t i = 0; i < count; ++i) {
     ids[i] = byte_ids_[static_cast<unsigned char>(piece[i])];
   }
-  return merge_by_scanning(ids, ranks, piece.size(), pairs_,
+  return merge_by_scanning(ids, ranks, count, pairs_,
                            [this](std::uint32_t rank) { return made_[rank]; });
 }
 
