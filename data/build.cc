@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cerrno>
+#include <chrono>
 #include <condition_variable>
 #include <cstdio>
 #include <cstdlib>
@@ -36,6 +37,7 @@ constexpr std::int64_t kBatchBytes = std::int64_t{1} << 20;   // of documents in
 constexpr std::int64_t kBytesAhead = std::int64_t{16} << 20;  // read and not yet written, a thread
 constexpr std::int64_t kReportedBadRecords = 10;              // of a component
 constexpr std::size_t kWriteTokens = std::size_t{1} << 18;
+constexpr std::chrono::seconds kProgressEvery{10};
 
 [[noreturn]] void fail(const std::string& what) { throw Error(ExitCode::kData, what); }
 
@@ -468,6 +470,7 @@ void write_shards(const Recipe& recipe, const Component& component, const Encodi
   std::int64_t tokens = 0;
   {
     Pipeline pipeline(recipe, component, encoding, options.sources, sources, options.threads);
+    auto last_report = std::chrono::steady_clock::now();
     while (const std::optional<Encoded> encoded = pipeline.take()) {
       for (const std::string& bad : encoded->bad) {
         if (recipe.fail_on_bad_documents) {
@@ -484,6 +487,12 @@ void write_shards(const Recipe& recipe, const Component& component, const Encodi
       sources[encoded->source].documents += encoded->documents;
       documents += encoded->documents;
       empty_documents += encoded->empty_documents;
+      if (options.report && std::chrono::steady_clock::now() - last_report >= kProgressEvery) {
+        last_report = std::chrono::steady_clock::now();
+        options.report(component.name + ": at file " + std::to_string(encoded->source + 1) +
+                       " of " + std::to_string(sources.size()) + ", " + std::to_string(tokens) +
+                       " tokens");
+      }
     }
   }
   for (ManifestShard& shard : writer.finish()) *manifest.add_shard() = std::move(shard);
