@@ -33,7 +33,7 @@ struct Block::Parts {
   std::string type;
   std::unique_ptr<Layer> mixer;
   SwiGlu feed_forward;
-  std::size_t mixer_parameters, feed_forward_parameters, mixer_saved;
+  std::size_t mixer_parameters, mixer_saved;
 
   // The parts of the block's lists that belong to each layer.
   LayerMemory of_mixer(const LayerMemory& all) const {
@@ -57,9 +57,8 @@ Block::Block(const ModelConfig& config, std::int64_t layer) {
       Parts{config.width(), config.norm_epsilon(), type, make_mixer(type, context),
             SwiGlu(config.width(), config.feed_forward().width(), config.init_deviation(),
                    context.output_deviation()),
-            0, 0, 0});
+            0, 0});
   parts_->mixer_parameters = parts_->mixer->parameters().size();
-  parts_->feed_forward_parameters = parts_->feed_forward.parameters().size();
   parts_->mixer_saved = parts_->mixer->saved({1, 1, 1}).size();
 }
 

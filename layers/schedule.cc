@@ -40,7 +40,7 @@ std::vector<std::string> latin(const LatinSchedule& schedule) {
     }
   }
   std::vector<std::string> types;
-  for (std::size_t l = 0; l < n * n; ++l) types.push_back(order[(l / n + l % n) % n]);
+  for (std::size_t l = 0; l < n * n; ++l) types.push_back(order[latin_place(l, n)]);
   return types;
 }
 

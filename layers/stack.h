@@ -3,6 +3,7 @@
 // docs/architecture.md.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <span>
@@ -119,6 +120,9 @@ class Stack {
 
 // The type of mixer of every layer. Throws Error(kUsage) for an empty or unknown one.
 std::vector<std::string> schedule_types(const Schedule& schedule);
+
+// Which of n types stands in layer l of a Latin schedule's n*n.
+constexpr std::size_t latin_place(std::size_t l, std::size_t n) { return (l / n + l % n) % n; }
 
 // Fills elements [begin, begin + values.count()) of a parameter (flat, row-major) as its init says,
 // from Philox keyed by (seed, name).
