@@ -562,6 +562,10 @@ std::vector<BuiltComponent> build(const Recipe& recipe, const Tokenizer& tokeniz
                                   const BuildOptions& options) {
   TESSERA_CHECK(options.threads >= 1 && options.rank >= 0 && options.rank < options.ranks);
   const Encoding encoding = make_encoding(recipe, tokenizer);
+  if (options.report && options.rank == 0) {
+    options.report("tokenizer " + tokenizer.digest() + ", " + std::to_string(encoding.vocabulary) +
+                   " ids, end of sequence " + std::to_string(encoding.end_of_sequence));
+  }
   std::vector<BuiltComponent> built;
   int number = 0;
   for (const Component& component : recipe.components) {

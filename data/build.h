@@ -21,8 +21,8 @@ struct BuildOptions {
   // `ranks`. Processes don't talk to one another.
   int rank = 0;
   int ranks = 1;
-  // Told a line for each bad record (the first of a component's), now and then how far it is, and
-  // one for each component; may be empty. Called on the thread of build().
+  // Told a line about the tokenizer, for each bad record (the first of a component's), now and then
+  // how far it is, and one for each component; may be empty. Called on the thread of build().
   std::function<void(const std::string& line)> report;
 };
 
