@@ -187,6 +187,7 @@ Engine::Engine(const Stack& stack, const EnginePlan& plan, Device& device,
             .views(arena_.at(bookings.sum)),
         arena_.view(plan.sum_workspace_, workspace.dtype, workspace.shape));
     unit.pieces = layout.pieces(slice);
+    unit.bounds = layout.bounds(options.ranks);
     units_.push_back(std::move(unit));
   }
   slices_.resize(units_.size());
@@ -213,7 +214,7 @@ LayerMemory Engine::memory(std::size_t unit) const {
 void Engine::gather(std::size_t u) {
   Unit& unit = units_[u];
   if (unit.gathered || communicator_.size() == 1) return;
-  gather_unit(communicator_, plan_.layouts()[u], unit.weights, unit.whole);
+  gather_unit(communicator_, plan_.layouts()[u], unit.bounds, unit.weights, unit.whole);
   unit.gathered = plan_.options().gather_per_step;
 }
 

@@ -108,7 +108,8 @@ class Engine {
     View gradient;                 // the whole unit in the gradient buffer
     std::vector<View> saved, scratch;
     std::unique_ptr<CanonicalSum> sum;
-    std::vector<Piece> pieces;  // of this rank's slice
+    std::vector<Piece> pieces;         // of this rank's slice
+    std::vector<std::int64_t> bounds;  // of all ranks' slices
     bool gathered = false;
   };
 

@@ -1,6 +1,8 @@
 #include "parallel/canonical_sum.h"
 
 #include <algorithm>
+#include <array>
+#include <bit>
 #include <cstring>
 #include <utility>
 
@@ -211,6 +213,9 @@ CanonicalSum::CanonicalSum(const UnitLayout& layout, const QuantumShare& share,
   TESSERA_CHECK(share.ranks() == communicator.size());
   TESSERA_CHECK(workspace.count() >=
                 CanonicalSum::workspace(layout, share, communicator.rank()).shape.count());
+  if (share.policy() == Accumulate::kLocal) {
+    for (int rank = 0; rank < share.ranks(); ++rank) nodes_.push_back(local_nodes(share, rank));
+  }
 }
 
 void CanonicalSum::push(const View& gradient) {
@@ -276,7 +281,7 @@ void CanonicalSum::reduce_nodes() {
       const View part = node.slice(slice.begin, slice.end);
       sends_.push_back({peer, part.raw(), part.bytes()});
     }
-    for (std::size_t i = 0; i < local_nodes(share_, peer).size(); ++i) {
+    for (std::size_t i = 0; i < nodes_[static_cast<std::size_t>(peer)].size(); ++i) {
       receives_.push_back({peer, place, slice_bytes});
       place += slice_bytes;
     }
@@ -284,7 +289,7 @@ void CanonicalSum::reduce_nodes() {
   communicator_.exchange(Traffic::kReduce, layout_.name(), sends_, receives_);
   std::size_t received = 0;
   for (int peer = 0; peer < communicator_.size(); ++peer) {
-    const std::vector<TreeNode> nodes = local_nodes(share_, peer);
+    const std::vector<TreeNode>& nodes = nodes_[static_cast<std::size_t>(peer)];
     for (std::size_t i = 0; i < nodes.size(); ++i) {
       sharded_.push(nodes[i], peer == self
                                   ? local_.nodes()[i].slice(slice_.begin, slice_.end)
@@ -302,32 +307,23 @@ View CanonicalSum::finish() {
 }
 
 double tree_sum(std::span<const double> values) {
-  std::vector<double> level(values.begin(), values.end());
-  if (level.empty()) return 0.0;
-  while (level.size() > 1) {
-    std::vector<double> next;
-    for (std::size_t i = 0; i < level.size(); i += 2) {
-      next.push_back(i + 1 < level.size() ? level[i] + level[i + 1] : level[i]);
-    }
-    level = std::move(next);
+  // A binary counter, as TreeAccumulator's: partial[l] sums an aligned run of 2^l values where bit
+  // l of the count is set.
+  std::array<double, 64> partial{};
+  std::uint64_t count = 0;
+  for (double sum : values) {
+    std::size_t level = 0;
+    for (; (count >> level & 1) != 0; ++level) sum = partial[level] + sum;
+    partial[level] = sum;
+    ++count;
   }
-  return level[0];
-}
-
-std::vector<double> gather_quanta(Communicator& communicator, const QuantumShare& share,
-                                  std::span<const double> mine) {
-  TESSERA_CHECK(static_cast<std::int64_t>(mine.size()) == share.count(communicator.rank()));
-  const std::vector<std::vector<double>> by_rank = communicator.all_gather_values("losses", mine);
-  std::vector<double> values(static_cast<std::size_t>(share.quanta()));
-  for (int rank = 0; rank < share.ranks(); ++rank) {
-    const std::vector<double>& of_rank = by_rank[static_cast<std::size_t>(rank)];
-    TESSERA_CHECK(static_cast<std::int64_t>(of_rank.size()) == share.count(rank));
-    for (std::size_t round = 0; round < of_rank.size(); ++round) {
-      values[static_cast<std::size_t>(share.quantum(static_cast<std::int64_t>(round), rank))] =
-          of_rank[round];
-    }
+  if (count == 0) return 0.0;
+  auto level = static_cast<std::size_t>(std::countr_zero(count));
+  double total = partial[level];
+  for (++level; level < partial.size(); ++level) {
+    if ((count >> level & 1) != 0) total = partial[level] + total;
   }
-  return values;
+  return total;
 }
 
 }  // namespace tessera

@@ -108,14 +108,11 @@ class CanonicalSum {
   TreeAccumulator local_;    // kLocal: whole units, this rank's run
   TreeAccumulator sharded_;  // this rank's slice
   std::int64_t round_ = 0;
+  std::vector<std::vector<TreeNode>> nodes_;  // of each rank, under kLocal
   std::vector<Communicator::Message> sends_, receives_;
 };
 
 // The same tree over numbers, for losses; 0 for none.
 double tree_sum(std::span<const double> values);
-// Collective. `mine` holds one value for each of this rank's quanta, in order of rounds; returns
-// the values of all quanta, in order of quanta.
-std::vector<double> gather_quanta(Communicator& communicator, const QuantumShare& share,
-                                  std::span<const double> mine);
 
 }  // namespace tessera

@@ -86,10 +86,7 @@ class Communicator {
   // In place, element by element.
   void all_reduce(std::string_view unit, Reduction reduction, std::span<std::int64_t> values);
   std::int64_t all_reduce(std::string_view unit, Reduction reduction, std::int64_t value);
-  // Every rank's values, by rank; the numbers of values may differ. For short vectors of doubles:
-  // whoever sums them does it in an order of its own, the same on every rank.
-  std::vector<std::vector<double>> all_gather_values(std::string_view unit,
-                                                     std::span<const double> mine);
+  // Every rank's text, by rank.
   std::vector<std::string> all_gather_strings(std::string_view unit, const std::string& mine);
   // Overwrites `bytes` (same size everywhere) or `text` on all ranks but `root`.
   void broadcast(std::string_view unit, std::span<std::byte> bytes, int root);
@@ -116,8 +113,8 @@ class Communicator {
   int size_ = 1;
   std::vector<std::string> hosts_;
   std::array<TrafficCount, kTrafficKinds> traffic_{};
+  std::vector<Message> sends_, receives_;  // kept, so that a step allocates nothing
   std::vector<MPI_Request> requests_;
-  std::vector<MPI_Status> statuses_;
   std::vector<int> request_peers_;
 };
 

@@ -4,7 +4,6 @@
 #include <bit>
 #include <cmath>
 #include <limits>
-#include <vector>
 
 #include "parallel/sharding.h"
 
@@ -134,7 +133,7 @@ double sum_of_squares(const float* values, std::int64_t count) {
 double global_norm(Communicator& communicator, Queue& queue, std::span<const View> slices) {
   // A piece is a run of blocks over all slices; which piece a block falls into doesn't matter.
   constexpr std::int64_t kPieces = 64;
-  std::vector<ExactSum> sums(kPieces);
+  std::array<ExactSum, kPieces> sums;
   queue.parallel_for(kPieces, [&](std::int64_t piece, Worker&) {
     ExactSum& sum = sums[static_cast<std::size_t>(piece)];
     for (const View& slice : slices) {

@@ -51,10 +51,9 @@ std::vector<View> UnitLayout::views(const View& whole) const {
   return views;
 }
 
-void gather_unit(Communicator& communicator, const UnitLayout& layout, const View& mine,
-                 const View& whole) {
-  communicator.all_gather_slices(Traffic::kGather, layout.name(),
-                                 layout.bounds(communicator.size()), mine, whole);
+void gather_unit(Communicator& communicator, const UnitLayout& layout,
+                 std::span<const std::int64_t> bounds, const View& mine, const View& whole) {
+  communicator.all_gather_slices(Traffic::kGather, layout.name(), bounds, mine, whole);
 }
 
 }  // namespace tessera

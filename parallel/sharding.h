@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -62,8 +63,9 @@ class UnitLayout {
   std::int64_t count_ = 0;
 };
 
-// Collective. mine [slice of this rank] f32, may be its place in whole [layout.count()].
-void gather_unit(Communicator& communicator, const UnitLayout& layout, const View& mine,
-                 const View& whole);
+// Collective. mine [slice of this rank] f32, may be its place in whole [layout.count()]. `bounds`
+// are layout.bounds(ranks), kept by the caller.
+void gather_unit(Communicator& communicator, const UnitLayout& layout,
+                 std::span<const std::int64_t> bounds, const View& mine, const View& whole);
 
 }  // namespace tessera

@@ -165,23 +165,5 @@ TEST(CanonicalSum, RefusesAGradientThatIsMissingOrTooMuch) {
   EXPECT_THROW(sum.finish(), Error);
 }
 
-TEST(GatherQuanta, PutsLossesInOrderOfQuanta) {
-  Communicator communicator(MPI_COMM_WORLD);
-  for (const Accumulate policy : {Accumulate::kSharded, Accumulate::kLocal}) {
-    for (std::int64_t quanta = 1; quanta <= 17; ++quanta) {
-      const QuantumShare share(policy, quanta, communicator.size());
-      std::vector<double> mine, expected;
-      for (std::int64_t round = 0; round < share.rounds(); ++round) {
-        const std::int64_t q = share.quantum(round, communicator.rank());
-        if (q != QuantumShare::kNone) mine.push_back(1.0 / (1.0 + static_cast<double>(q)));
-      }
-      for (std::int64_t q = 0; q < quanta; ++q) {
-        expected.push_back(1.0 / (1.0 + static_cast<double>(q)));
-      }
-      EXPECT_EQ(gather_quanta(communicator, share, mine), expected);
-    }
-  }
-}
-
 }  // namespace
 }  // namespace tessera

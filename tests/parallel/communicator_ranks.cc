@@ -65,7 +65,8 @@ TEST(Communicator, GatherUnitFillsTheWholeBuffer) {
   const Slice slice = layout.slice(communicator.rank(), communicator.size());
   std::vector<float> expected = numbered(layout.count());
   std::vector<float> whole(expected.size());
-  gather_unit(communicator, layout, View(expected.data() + slice.begin, Shape{slice.count()}),
+  gather_unit(communicator, layout, layout.bounds(communicator.size()),
+              View(expected.data() + slice.begin, Shape{slice.count()}),
               View(whole.data(), Shape{layout.count()}));
   EXPECT_EQ(whole, expected);
 }
@@ -140,14 +141,11 @@ TEST(Communicator, B30_ReductionsBroadcastsAndGathersUnderEveryLimit) {
     communicator.broadcast("test", text, root);
     EXPECT_EQ(text, "");
 
-    const std::vector<double> mine(static_cast<std::size_t>(self) * 300, 0.5 + self);
-    const auto all = communicator.all_gather_values("test", mine);
     const auto texts =
         communicator.all_gather_strings("test", std::string(static_cast<std::size_t>(self), 'a'));
-    ASSERT_EQ(all.size(), static_cast<std::size_t>(ranks));
+    ASSERT_EQ(texts.size(), static_cast<std::size_t>(ranks));
     for (int rank = 0; rank < ranks; ++rank) {
       const auto r = static_cast<std::size_t>(rank);
-      EXPECT_EQ(all[r], std::vector<double>(r * 300, 0.5 + rank));
       EXPECT_EQ(texts[r], std::string(r, 'a'));
     }
   }

@@ -77,7 +77,7 @@ def test_plan_agrees_with_itself():
 
 
 BIG = ["model.width=512", "model.vocabulary=48000", "model.feed_forward.width=1408",
-       "train.micro_batch=7", "validation.every=0", "checkpoint.every=0", "train.steps=2"]
+       "train.global_batch=8", "train.micro_batch=4", "validation.every=0", "checkpoint.every=0", "train.steps=2"]
 
 
 def test_B37_peak_memory_is_what_plan_says():
@@ -95,7 +95,8 @@ def test_B37_peak_memory_is_what_plan_says():
         # /usr/bin/env time isn't everywhere: a small wrapper prints each rank's peak.
         wrapper = ("import resource, subprocess, sys\n"
                    "code = subprocess.call(sys.argv[1:])\n"
-                   "print('peak', resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024)\n"
+                   "peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024\n"
+                   "sys.stdout.write(f'peak {peak}\\n')\n"
                    "sys.exit(code)\n")
         done = h.run(h.MPIRUN + ["-n", str(ranks), "/usr/bin/python3", "-c", wrapper, h.TESSERA,
                                  "train", "--config", config, "--run-dir", folder, *sets],
