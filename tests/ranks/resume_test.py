@@ -9,7 +9,7 @@ def unbroken(steps):
     return folder
 
 
-def test_30_steps_in_three_parts_on_2_3_and_1_ranks():
+def test_B11_B13_30_steps_in_three_parts_on_2_3_and_1_ranks():
     reference = unbroken(30)
     folder = h.new_folder("parts")
     for stop, ranks in ((10, 2), (20, 3), (30, 1)):
