@@ -170,13 +170,14 @@ void expect_family(const std::string& path, const json& root) {
   expect(path, root, "/model/type", "BPE");
   expect(path, root, "/model/dropout", nullptr);
   expect(path, root, "/model/unk_token", nullptr);
-  // Each of these may be absent, null, or say "no" in its own way.
+  // Each of these may be absent, or say "no" in its own way.
+  const json no = json::array({nullptr, "", false});
   for (const char* pointer : {"/model/continuing_subword_prefix", "/model/end_of_word_suffix",
                               "/model/byte_fallback", "/model/ignore_merges"}) {
     const json::json_pointer place(pointer);
     if (!root.contains(place)) continue;
     const json& value = root.at(place);
-    if (!value.is_null() && value != "" && value != false) expect(path, root, pointer, nullptr);
+    if (std::find(no.begin(), no.end(), value) == no.end()) expect(path, root, pointer, nullptr);
   }
 }
 
