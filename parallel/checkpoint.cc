@@ -187,7 +187,7 @@ void on_first_rank(Communicator& communicator, const char* unit, const Work& wor
 }
 
 // One checkpoint being written. From the moment that HDF5 has the file open, a failure ends the
-// job: closing a file after a failed collective write crashes or hangs.
+// job: closing a file after a failed write crashes or hangs.
 class Writer {
  public:
   Writer(Communicator& communicator, std::string path, std::int64_t step,
