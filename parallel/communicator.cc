@@ -36,12 +36,12 @@ MPI_Op operation_of(Reduction reduction) {
 
 MpiSession::MpiSession(int* argc, char*** argv) {
   int provided = MPI_THREAD_SINGLE;
-  MPI_Init_thread(argc, argv, MPI_THREAD_MULTIPLE, &provided);
-  if (provided < MPI_THREAD_MULTIPLE) {
+  MPI_Init_thread(argc, argv, MPI_THREAD_FUNNELED, &provided);
+  if (provided < MPI_THREAD_FUNNELED) {
     throw Error(ExitCode::kCommunication,
                 "MPI grants thread level " + std::to_string(provided) + ", but level " +
-                    std::to_string(MPI_THREAD_MULTIPLE) +
-                    " (MPI_THREAD_MULTIPLE) is needed: use an MPI built with thread support");
+                    std::to_string(MPI_THREAD_FUNNELED) +
+                    " (MPI_THREAD_FUNNELED) is needed: use an MPI built with thread support");
   }
 }
 

@@ -22,14 +22,14 @@ namespace tessera {
 // MPI's lifetime. keep_large_allocations() (runtime/device.h) comes first, in main.
 class MpiSession {
  public:
-  // MPI_THREAD_MULTIPLE, since the watchdog's thread may abort while the main thread waits in an
-  // operation; throws Error(kCommunication) when MPI grants less.
+  // MPI_THREAD_FUNNELED, since only the thread that makes the session calls MPI; throws
+  // Error(kCommunication) when MPI grants less.
   MpiSession(int* argc, char*** argv);
   ~MpiSession();
   MpiSession(const MpiSession&) = delete;
   MpiSession& operator=(const MpiSession&) = delete;
 
-  // Ends all ranks of the job at once, whatever they are doing; from any thread.
+  // Ends all ranks of the job at once, whatever they are doing.
   [[noreturn]] static void abort(ExitCode code);
 };
 

@@ -45,9 +45,9 @@ int MPI_Allreduce(const void* send, void* receive, int count, MPI_Datatype type,
              : PMPI_Allreduce(send, receive, count, type, operation, communicator);
 }
 
-int MPI_Waitall(int count, MPI_Request* requests, MPI_Status* statuses) {
+int MPI_Wait(MPI_Request* request, MPI_Status* status) {
   const int error = fault();
-  return error != MPI_SUCCESS ? error : PMPI_Waitall(count, requests, statuses);
+  return error != MPI_SUCCESS ? error : PMPI_Wait(request, status);
 }
 
 }  // extern "C"
