@@ -171,6 +171,19 @@ void dump_batches(const Config& config, const TokenStream& stream, Communicator&
   }
 }
 
+// What the run draws from each component, so that repeats are no surprise.
+void print_mixture(const Config& config, const TokenStream& stream) {
+  const Mixture& mixture = stream.mixture();
+  const auto samples = static_cast<double>(config.train().steps() * config.train().global_batch());
+  for (std::int64_t c = 0; c < mixture.components(); ++c) {
+    const double share = mixture.share(c);
+    if (share == 0.0) continue;
+    std::printf("  %-24s %5.1f %% of the samples, %.2f epochs over the run\n",
+                stream.component_name(c).c_str(), 100 * share,
+                share * samples / static_cast<double>(mixture.windows(c)));
+  }
+}
+
 void train(const TrainArguments& arguments, Communicator& communicator, Activity& activity) {
   activity.set("read config");
   RunFolder folder;
@@ -217,6 +230,7 @@ void train(const TrainArguments& arguments, Communicator& communicator, Activity
                 static_cast<long long>(config.train().steps()),
                 static_cast<long long>(config.train().global_batch() * stream->sequence_length()),
                 folder.path.c_str());
+    print_mixture(config, *stream);
     std::fflush(stdout);
   }
   Trainer trainer(config, *stream, *stack, folder, resume, communicator, device, activity);
