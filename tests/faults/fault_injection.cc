@@ -40,9 +40,8 @@ extern "C" {
 int MPI_Allreduce(const void* send, void* receive, int count, MPI_Datatype type, MPI_Op operation,
                   MPI_Comm communicator) {
   const int error = fault();
-  return error != MPI_SUCCESS
-             ? error
-             : PMPI_Allreduce(send, receive, count, type, operation, communicator);
+  return error != MPI_SUCCESS ? error
+                              : PMPI_Allreduce(send, receive, count, type, operation, communicator);
 }
 
 int MPI_Wait(MPI_Request* request, MPI_Status* status) {
