@@ -11,3 +11,12 @@ target_compile_definitions(config_test PRIVATE TESSERA_SCHEMA="${schema}")
 
 tessera_test(metrics_test SOURCES metrics_test.cc
              LIBRARIES tessera_launch nlohmann_json::nlohmann_json)
+
+# TensorBoard itself, from PyPI into the build's folder, reads what metrics_test left; where PyPI
+# doesn't answer it says so and is skipped.
+add_test(NAME tensorboard_reads
+         COMMAND /usr/bin/python3 ${CMAKE_CURRENT_SOURCE_DIR}/tensorboard_reads.py
+                 ${PROJECT_BINARY_DIR}/tests/tensorboard_sample)
+set_tests_properties(metrics_test PROPERTIES FIXTURES_SETUP tensorboard_sample)
+set_tests_properties(tensorboard_reads PROPERTIES FIXTURES_REQUIRED tensorboard_sample
+                     SKIP_RETURN_CODE 77 TIMEOUT 300)

@@ -1,5 +1,5 @@
 #!/usr/bin/python3
-"""Has TensorBoard itself read the event files that metrics_test left: part of tests/run --long.
+"""Has TensorBoard itself read the event files that metrics_test left.
 
 Usage: tensorboard_reads.py FOLDER [--venv DIR]
 
