@@ -225,63 +225,57 @@ namespace {
 constexpr std::int64_t kPieceRows = 128;
 constexpr std::int64_t kPieceColumns = 1024;
 
-struct Cut {
-  std::int64_t pieces, size;
-  std::int64_t begin(std::int64_t i) const { return i * size; }
-};
-
-Cut cut(std::int64_t extent, std::int64_t size) { return {(extent + size - 1) / size, size}; }
-
 Matrix block(Matrix from, std::int64_t row, std::int64_t rows, std::int64_t column,
              std::int64_t columns) {
   return {from.data + row * from.stride + column, rows, columns, from.stride};
+}
+
+// Calls body(worker, row, rows, column, columns) for each piece of an output of this size.
+template <class Body>
+void for_each_piece(Queue& queue, const Matrix& output, const Body& body) {
+  const std::int64_t across = (output.columns + kPieceColumns - 1) / kPieceColumns;
+  const std::int64_t down = (output.rows + kPieceRows - 1) / kPieceRows;
+  queue.parallel_for(down * across, [&](std::int64_t piece, Worker& worker) {
+    const std::int64_t row = piece / across * kPieceRows;
+    const std::int64_t column = piece % across * kPieceColumns;
+    body(worker, row, std::min(kPieceRows, output.rows - row), column,
+         std::min(kPieceColumns, output.columns - column));
+  });
 }
 
 }  // namespace
 
 void linear_forward(Queue& queue, Matrix x, Matrix w, Matrix y) {
   TESSERA_CHECK(x.rows == y.rows && x.columns == w.columns && w.rows == y.columns);
-  const Cut rows = cut(y.rows, kPieceRows);
-  const Cut columns = cut(y.columns, kPieceColumns);
-  queue.parallel_for(rows.pieces * columns.pieces, [&](std::int64_t piece, Worker& worker) {
-    const std::int64_t row = rows.begin(piece / columns.pieces);
-    const std::int64_t column = columns.begin(piece % columns.pieces);
-    const std::int64_t m = std::min(rows.size, y.rows - row);
-    const std::int64_t n = std::min(columns.size, y.columns - column);
-    product_of_rows(worker, kPieceRows, block(x, row, m, 0, x.columns),
-                    block(w, column, n, 0, w.columns), Transpose::kYes, block(y, row, m, column, n),
-                    false);
-  });
+  for_each_piece(
+      queue, y,
+      [&](Worker& worker, std::int64_t row, std::int64_t m, std::int64_t column, std::int64_t n) {
+        product_of_rows(worker, kPieceRows, block(x, row, m, 0, x.columns),
+                        block(w, column, n, 0, w.columns), Transpose::kYes,
+                        block(y, row, m, column, n), false);
+      });
 }
 
 void linear_backward_input(Queue& queue, Matrix d_y, Matrix w, Matrix d_x, bool accumulate) {
   TESSERA_CHECK(d_y.rows == d_x.rows && d_y.columns == w.rows && w.columns == d_x.columns);
-  const Cut rows = cut(d_x.rows, kPieceRows);
-  const Cut columns = cut(d_x.columns, kPieceColumns);
-  queue.parallel_for(rows.pieces * columns.pieces, [&](std::int64_t piece, Worker& worker) {
-    const std::int64_t row = rows.begin(piece / columns.pieces);
-    const std::int64_t column = columns.begin(piece % columns.pieces);
-    const std::int64_t m = std::min(rows.size, d_x.rows - row);
-    const std::int64_t n = std::min(columns.size, d_x.columns - column);
-    product_of_rows(worker, kPieceRows, block(d_y, row, m, 0, d_y.columns),
-                    block(w, 0, w.rows, column, n), Transpose::kNo, block(d_x, row, m, column, n),
-                    accumulate);
-  });
+  for_each_piece(
+      queue, d_x,
+      [&](Worker& worker, std::int64_t row, std::int64_t m, std::int64_t column, std::int64_t n) {
+        product_of_rows(worker, kPieceRows, block(d_y, row, m, 0, d_y.columns),
+                        block(w, 0, w.rows, column, n), Transpose::kNo,
+                        block(d_x, row, m, column, n), accumulate);
+      });
 }
 
 void linear_backward_weight(Queue& queue, Matrix d_y, Matrix x, Matrix d_w, bool accumulate) {
   TESSERA_CHECK(d_y.rows == x.rows && d_y.columns == d_w.rows && x.columns == d_w.columns);
-  const Cut rows = cut(d_w.rows, kPieceRows);
-  const Cut columns = cut(d_w.columns, kPieceColumns);
-  queue.parallel_for(rows.pieces * columns.pieces, [&](std::int64_t piece, Worker& worker) {
-    const std::int64_t row = rows.begin(piece / columns.pieces);
-    const std::int64_t column = columns.begin(piece % columns.pieces);
-    const std::int64_t m = std::min(rows.size, d_w.rows - row);
-    const std::int64_t n = std::min(columns.size, d_w.columns - column);
-    product(worker, block(d_y, 0, d_y.rows, row, m), Transpose::kYes,
-            block(x, 0, x.rows, column, n), Transpose::kNo, block(d_w, row, m, column, n),
-            accumulate);
-  });
+  for_each_piece(
+      queue, d_w,
+      [&](Worker& worker, std::int64_t row, std::int64_t m, std::int64_t column, std::int64_t n) {
+        product(worker, block(d_y, 0, d_y.rows, row, m), Transpose::kYes,
+                block(x, 0, x.rows, column, n), Transpose::kNo, block(d_w, row, m, column, n),
+                accumulate);
+      });
 }
 
 }  // namespace tessera
