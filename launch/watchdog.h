@@ -14,8 +14,8 @@ namespace tessera {
 
 class Watchdog {
  public:
-  // `folder` (logs/) exists; `activity` outlives this. A state file is one line:
-  // "rank 2 host node7 pid 4711 step 17 reduce layers.3 sequence 2210".
+  // `folder` (logs/) exists; `activity` outlives this. A state file's first line:
+  // "rank 2 host node7 pid 4711 step 17 sequence 2210 doing reduce of layers.3".
   // Throws Error(kCheckpoint) naming the file when it can't be written.
   Watchdog(const Activity& activity, std::string folder, int rank, int ranks,
            const std::string& host, std::chrono::seconds limit);
