@@ -2,7 +2,6 @@
 
 #include <fcntl.h>
 #include <google/protobuf/text_format.h>
-#include <sys/file.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -333,27 +332,6 @@ class Pipeline {
   std::vector<std::thread> threads_;
 };
 
-// Held while a component is built, so that two builds don't write the same files.
-class FolderLock {
- public:
-  explicit FolderLock(const std::string& folder)
-      : file_(::open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC)) {
-    if (file_ < 0) {
-      throw Error(ExitCode::kCheckpoint, folder + ": cannot be opened: " + std::strerror(errno));
-    }
-    if (::flock(file_, LOCK_EX | LOCK_NB) != 0 && errno == EWOULDBLOCK) {
-      ::close(file_);
-      throw Error(ExitCode::kCheckpoint, folder + ": another build is at work here");
-    }
-  }
-  ~FolderLock() { ::close(file_); }
-  FolderLock(const FolderLock&) = delete;
-  FolderLock& operator=(const FolderLock&) = delete;
-
- private:
-  int file_;
-};
-
 // A build that was killed, or one of other sources, may have left any of our files.
 void remove_leftovers(const std::string& folder) {
   // The manifest first: without it nobody takes the rest for a component.
@@ -508,7 +486,8 @@ BuiltComponent build_component(const Recipe& recipe, const Component& component,
   const std::vector<std::string> files = list_sources(options.sources, component);
   const std::string folder = options.out + "/" + component.name;
   make_folders(folder);
-  const FolderLock lock(folder);
+  // Two builds must not write the same files.
+  const FolderLock lock(folder, "another build is at work here");
   Manifest manifest = describe(recipe, component, encoding);
   if (const std::optional<Manifest> finished =
           finished_manifest(folder, manifest, options.sources, files, options.threads)) {

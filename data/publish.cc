@@ -1,6 +1,7 @@
 #include "data/publish.h"
 
 #include <fcntl.h>
+#include <sys/file.h>
 #include <unistd.h>
 
 #include <cerrno>
@@ -83,5 +84,19 @@ void sync_folder(const std::string& folder) {
 void remove_file(const std::string& path) {
   if (::unlink(path.c_str()) != 0 && errno != ENOENT) fail_at(path, "removed", errno);
 }
+
+FolderLock::FolderLock(const std::string& folder, const std::string& taken)
+    : file_(::open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC)) {
+  if (file_ < 0) {
+    throw Error(ExitCode::kCheckpoint, folder + ": cannot be opened: " + std::strerror(errno));
+  }
+  // A file system without locks can't be helped.
+  if (::flock(file_, LOCK_EX | LOCK_NB) != 0 && errno == EWOULDBLOCK) {
+    ::close(file_);
+    throw Error(ExitCode::kCheckpoint, folder + ": " + taken);
+  }
+}
+
+FolderLock::~FolderLock() { ::close(file_); }
 
 }  // namespace tessera

@@ -33,4 +33,17 @@ void make_folders(const std::string& folder);
 void sync_folder(const std::string& folder);
 void remove_file(const std::string& path);
 
+// Held by the one process that may write to a folder; given back at its end, however it ends.
+class FolderLock {
+ public:
+  // Throws Error(kCheckpoint): "FOLDER: TAKEN" when another process holds it.
+  FolderLock(const std::string& folder, const std::string& taken);
+  ~FolderLock();
+  FolderLock(const FolderLock&) = delete;
+  FolderLock& operator=(const FolderLock&) = delete;
+
+ private:
+  int file_;
+};
+
 }  // namespace tessera

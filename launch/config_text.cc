@@ -183,6 +183,18 @@ std::vector<Difference> compare_numerics(std::string_view saved, std::string_vie
 
 void check_resume(std::string_view saved, std::string_view now,
                   const std::vector<std::string>& allowed) {
+  for (const std::string& entry : allowed) {
+    const auto names_a_line = [&](std::string_view text) {
+      for (const auto& [path, value] : read_lines(text)) {
+        if (covers(entry, path)) return true;
+      }
+      return false;
+    };
+    if (!names_a_line(saved) && !names_a_line(now)) {
+      throw Error(ExitCode::kUsage,
+                  "--allow-change " + entry + ": no NUMERICS field has that path");
+    }
+  }
   for (const Difference& d : compare_numerics(saved, now)) {
     const bool is_allowed = std::any_of(allowed.begin(), allowed.end(),
                                         [&](const auto& entry) { return covers(entry, d.path); });

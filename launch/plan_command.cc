@@ -1,6 +1,7 @@
 #include "launch/plan_command.h"
 
 #include <cstdio>
+#include <filesystem>
 #include <map>
 #include <memory>
 #include <nlohmann/json.hpp>
@@ -9,6 +10,7 @@
 
 #include "data/recipe.h"
 #include "launch/plan.h"
+#include "launch/trainer.h"
 
 namespace tessera {
 namespace {
@@ -101,16 +103,14 @@ void print_table(const RunSummary& summary, int ranks) {
 
 void plan(const PlanArguments& arguments) {
   Config config = load_config(arguments.config, arguments.overrides);
-  ModelConfig& model = *config.mutable_model();
   // The recipe says how long the sequences are; without its file the model's own length is planned.
-  std::int64_t length = model.length();
-  try {
-    length = read_recipe(config.data().recipe()).sequence_length;
-  } catch (const Error&) {
-    if (length == 0) throw;
+  std::int64_t length = config.model().length();
+  if (length == 0 || std::filesystem::exists(config.data().recipe())) {
+    const Recipe recipe = read_recipe(config.data().recipe());
+    length = recipe.sequence_length;
+    resolve(config, recipe, recipe.vocabulary_limit > 0 ? recipe.vocabulary_limit + 1 : 0);
   }
-  if (model.length() == 0) model.set_length(length);
-  const Stack stack(model);
+  const Stack stack(config.model());
   const RunSummary summary = summarise(stack, config, length, arguments.ranks);
   if (arguments.json) {
     print_json(summary, arguments.ranks);

@@ -2,9 +2,12 @@
 
 #include <glog/logging.h>
 #include <mpi.h>
+#include <unistd.h>
 
+#include <cerrno>
 #include <chrono>
 #include <cstdio>
+#include <cstring>
 #include <exception>
 #include <filesystem>
 #include <fstream>
@@ -12,6 +15,7 @@
 #include <string>
 #include <vector>
 
+#include "data/publish.h"
 #include "data/sha256.h"
 #include "launch/config.h"
 #include "launch/plan.h"
@@ -63,7 +67,9 @@ Config read_config(const TrainArguments& arguments, Communicator& communicator, 
   return config;
 }
 
-void make_run_folder(const RunFolder& folder, Communicator& communicator) {
+// Returns rank 0's lock on the folder, which it holds for the whole run.
+std::unique_ptr<FolderLock> make_run_folder(const RunFolder& folder, Communicator& communicator) {
+  std::unique_ptr<FolderLock> lock;
   together(communicator, "make the run's folder", [&] {
     if (communicator.rank() != 0) return;
     for (const std::string& path : {folder.path, folder.checkpoints(), folder.logs()}) {
@@ -72,7 +78,12 @@ void make_run_folder(const RunFolder& folder, Communicator& communicator) {
       if (error) {
         throw Error(ExitCode::kCheckpoint, path + ": can't be made: " + error.message());
       }
+      if (access(path.c_str(), W_OK | X_OK) != 0) {
+        throw Error(ExitCode::kCheckpoint, path + ": can't be written to: " + std::strerror(errno));
+      }
     }
+    lock = std::make_unique<FolderLock>(
+        folder.path, "another run is at work here; wait for its end or choose another --run-dir");
   });
   // On another host the folder may not be the same one.
   together(communicator, "see the run's folder", [&] {
@@ -82,16 +93,13 @@ void make_run_folder(const RunFolder& folder, Communicator& communicator) {
                       ": the run's folder must lie on a file system that all hosts share");
     }
   });
+  return lock;
 }
 
 void write_resolved(const Config& config, const RunFolder& folder, Communicator& communicator) {
   together(communicator, "write config", [&] {
     if (communicator.rank() != 0) return;
-    const std::string path = folder.path + "/config.textproto";
-    std::ofstream file(path);
-    file << resolved_text(config);
-    file.close();
-    if (!file) throw Error(ExitCode::kCheckpoint, path + ": can't be written");
+    publish_file(folder.path + "/config.textproto", resolved_text(config));
   });
 }
 
@@ -202,7 +210,7 @@ void train(const TrainArguments& arguments, Communicator& communicator, Activity
     stack = std::make_unique<Stack>(config.model());
     Corpus corpus = open_corpus(recipe, config.data().directory());
     stream = std::make_unique<TokenStream>(recipe, std::move(corpus));
-    resolve(config, *stream);
+    resolve(config, recipe, stream->corpus().vocabulary);
   });
   if (arguments.dump_batches) {
     dump_batches(config, *stream, communicator);
@@ -212,7 +220,7 @@ void train(const TrainArguments& arguments, Communicator& communicator, Activity
     check_memory(summarise(*stack, config, stream->sequence_length(), communicator.size()),
                  config.execution().memory_limit_bytes());
   });
-  make_run_folder(folder, communicator);
+  const std::unique_ptr<FolderLock> lock = make_run_folder(folder, communicator);
   start_log(folder, communicator.rank());
   write_resolved(config, folder, communicator);
   check_environment(folder, communicator);

@@ -7,6 +7,7 @@
 #include <chrono>
 #include <cstdio>
 #include <filesystem>
+#include <set>
 
 #include "launch/signals.h"
 #include "launch/together.h"
@@ -27,8 +28,8 @@ std::int64_t quanta_of(const Config& config) {
 
 }  // namespace
 
-void resolve(Config& config, const TokenStream& stream) {
-  const std::int64_t length = stream.sequence_length();
+void resolve(Config& config, const Recipe& recipe, std::int64_t vocabulary) {
+  const std::int64_t length = recipe.sequence_length;
   ModelConfig& model = *config.mutable_model();
   if (model.length() == 0) model.set_length(length);
   if (model.length() < length) {
@@ -36,13 +37,13 @@ void resolve(Config& config, const TokenStream& stream) {
                                       std::to_string(length) + ", is " +
                                       std::to_string(model.length()));
   }
-  if (model.vocabulary() < stream.corpus().vocabulary) {
+  if (model.vocabulary() < vocabulary) {
     throw Error(ExitCode::kUsage, "model.vocabulary: must be at least the data's " +
-                                      std::to_string(stream.corpus().vocabulary) +
-                                      " token ids, is " + std::to_string(model.vocabulary()));
+                                      std::to_string(vocabulary) + " token ids, is " +
+                                      std::to_string(model.vocabulary()));
   }
   TrainConfig& train = *config.mutable_train();
-  if (train.steps() == 0) train.set_steps(stream.samples() / train.global_batch());
+  if (train.steps() == 0) train.set_steps(recipe.samples() / train.global_batch());
   if (train.steps() == 0) {
     throw Error(
         ExitCode::kUsage,
@@ -103,6 +104,7 @@ void Trainer::start(const ResumeOptions& resume) {
   bool resumed = false;
   if (resume.from != "auto" && resume.from != "never") {
     resumed = resume_from(resume.from, resume, false);
+    refuse_rewind();
   } else {
     std::string usable;     // paths, newest first, a line each: the same on all ranks
     std::string published;  // a name, if any save was ever finished
@@ -155,6 +157,22 @@ void Trainer::start(const ResumeOptions& resume) {
                     std::max<std::int64_t>(last_step_ - steps_done_, 0) * step_tokens);
 }
 
+// Going back within a folder would leave the later checkpoints of the old course in the way: the
+// next start would take the newest of them.
+void Trainer::refuse_rewind() {
+  together(communicator_, "list checkpoints", [&] {
+    if (communicator_.rank() != 0) return;
+    for (const CheckpointEntry& entry : list_checkpoints(folder_.checkpoints())) {
+      if (entry.path.ends_with(".h5") && entry.step > steps_done_) {
+        throw Error(ExitCode::kUsage,
+                    "resuming at step " + std::to_string(steps_done_) + ", but " + entry.path +
+                        " is of a later step: choose another --run-dir, or move the later "
+                        "checkpoints away");
+      }
+    }
+  });
+}
+
 // With may_skip a damaged file is said and skipped; a config that doesn't fit never is.
 bool Trainer::resume_from(const std::string& path, const ResumeOptions& resume, bool may_skip) {
   CheckpointMeta meta;
@@ -179,6 +197,17 @@ bool Trainer::resume_from(const std::string& path, const ResumeOptions& resume, 
 }
 
 void Trainer::load_parameters(const std::string& path) {
+  together(communicator_, "compare with checkpoint", [&] {
+    std::set<std::string> ours;
+    for (const CheckpointArray& array : engine_->arrays(false)) ours.insert(array.name);
+    for (const std::string& name : checkpoint_parameters(path)) {
+      if (!ours.contains(name)) {
+        throw Error(ExitCode::kCheckpoint,
+                    path + ": holds " + name +
+                        ", which this model doesn't have: train.init_from needs the same model");
+      }
+    }
+  });
   agreed([&] { read_checkpoint(communicator_, path, engine_->arrays(false)); });
   say("parameters from " + path + "; moments, stream and schedule start anew");
 }

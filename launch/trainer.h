@@ -36,9 +36,10 @@ struct ResumeOptions {
   std::vector<std::string> allow_change;  // NUMERICS paths that may differ from the checkpoint's
 };
 
-// Fills in what the data decides: model.length, and train.steps where it is 0. Throws Error(kUsage)
-// when model and data don't fit.
-void resolve(Config& config, const TokenStream& stream);
+// Fills in what the data decides: model.length, and train.steps where it is 0. `vocabulary` is one
+// past the largest token id, 0 where it isn't known. Throws Error(kUsage) when model and data don't
+// fit.
+void resolve(Config& config, const Recipe& recipe, std::int64_t vocabulary);
 
 // The NUMERICS part of the run: the config's, and the digests of recipe, tokenizer and data.
 std::string run_numerics(const Config& config, const TokenStream& stream);
@@ -64,6 +65,7 @@ class Trainer {
  private:
   void start(const ResumeOptions& resume);
   bool resume_from(const std::string& path, const ResumeOptions& resume, bool may_skip);
+  void refuse_rewind();
   void load_parameters(const std::string& path);
   void start_loader();
   void load_batches();

@@ -538,6 +538,10 @@ CheckpointMeta read_checkpoint_meta(const std::string& path) {
   return hdf5::CheckpointFile(path).meta();
 }
 
+std::vector<std::string> checkpoint_parameters(const std::string& path) {
+  return hdf5::CheckpointFile(path).arrays("params");
+}
+
 std::vector<CheckpointEntry> list_checkpoints(const std::string& folder) {
   std::vector<CheckpointEntry> entries;
   std::error_code error;

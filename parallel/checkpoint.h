@@ -61,6 +61,8 @@ void read_checkpoint(Communicator& communicator, const std::string& path,
 
 // Serial (HDF5 is not thread-safe): needs no MPI.
 CheckpointMeta read_checkpoint_meta(const std::string& path);
+// Serial. Names of the arrays under params/, sorted: "params/model.norm.weight".
+std::vector<std::string> checkpoint_parameters(const std::string& path);
 std::string checkpoint_name(std::int64_t step);  // "step-00000100.h5"
 
 struct CheckpointEntry {

@@ -74,6 +74,9 @@ def test_plan_agrees_with_itself():
     refused = plan(["--memory", "1000000"], expect=2)
     assert "the largest part is" in refused.stderr, refused.stderr
     h.run([h.TESSERA, "plan", "--config", h.make_config(4)])
+    # What train refuses of config and recipe, plan refuses too.
+    refused = plan(["--set", "model.length=8"], expect=2)
+    assert "sequence_length 48" in refused.stderr, refused.stderr
 
 
 BIG = ["model.width=512", "model.vocabulary=48000", "model.feed_forward.width=1408",

@@ -48,6 +48,8 @@ def test_a_changed_number_is_refused_by_path():
     assert done.stderr.count("tessera:") == 1, done.stderr
     h.train(h.make_config(8), copy, 2, sets=["optim.weight_decay=0.2"],
             flags=["--allow-change", "optim.weight_decay"])
+    done = h.train(h.make_config(8), copy, 1, flags=["--allow-change", "optim.nonsense"], expect=2)
+    assert "optim.nonsense" in done.stderr, done.stderr
     # What never shapes the numbers may change freely.
     h.train(h.make_config(8), copy, 1, sets=["execution.recompute=true", "checkpoint.every=3"],
             flags=["--allow-change", "optim.weight_decay"])
@@ -103,6 +105,37 @@ def test_init_from_starts_a_new_run():
             sets=[f"train.init_from={h.last_checkpoint(reference)}", "train.stop_at_step=1",
                   "optim.learning_rate=1e-4", "optim.warmup_steps=0"])
     h.assert_same_run(other, folder)
+
+
+def test_init_from_another_model_is_refused_by_array():
+    source = f"train.init_from={h.last_checkpoint(unbroken(8))}"
+    for value, word in (("model.mixer[0].full.query_key_norm=false", "mixer.k_norm.weight"),
+                        ("model.feed_forward.width=54", "feed_forward.down_proj.weight")):
+        done = h.train(h.make_config(8), h.new_folder("other"), 2, sets=[source, value], expect=4)
+        assert word in done.stderr and done.stderr.count("tessera:") == 1, done.stderr
+
+
+def test_a_checkpoint_file_resumes_into_a_folder_of_its_own():
+    reference = unbroken(8)
+    early = f"{reference}/checkpoints/{h.checkpoints(reference)[0]}"
+    folder = h.new_folder("branch")
+    h.train(h.make_config(8), folder, 3, flags=["--resume", early])
+    h.assert_same_file(h.last_checkpoint(folder), h.last_checkpoint(reference))
+    # In place the later checkpoints would win at the next start: refused, and nothing is lost.
+    before = h.numbers(reference)
+    done = h.train(h.make_config(8), reference, 2, flags=["--resume", early], expect=2)
+    assert "is of a later step" in done.stderr, done.stderr
+    assert h.numbers(reference) == before
+
+
+def test_one_run_at_a_time():
+    folder = h.new_folder("busy")
+    command = [h.TESSERA, "train", "--config", h.make_config(2000), "--run-dir", folder, "--set",
+               "checkpoint.every=0"]
+    with h.background(command):
+        h.wait_until(lambda: h.steps_in_metrics(folder) >= 1, what="the first step")
+        done = h.run(command, expect=4)
+        assert "another run is at work here" in done.stderr, done.stderr
 
 
 def test_ckpt_diff_and_ls():
