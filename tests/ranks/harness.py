@@ -172,7 +172,7 @@ def background(command, env=None):
                 process.wait()
 
 
-def wait_until(condition, seconds=60, what="condition"):
+def wait_until(condition, seconds=240, what="condition"):
     end = time.time() + seconds
     while time.time() < end:
         if condition():
