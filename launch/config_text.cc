@@ -108,6 +108,7 @@ bool covers(const std::string& allowed, const std::string& path) {
 
 std::vector<const FieldDescriptor*> fields_of(const google::protobuf::Descriptor& type) {
   std::vector<const FieldDescriptor*> fields;
+  fields.reserve(static_cast<std::size_t>(type.field_count()));
   for (int i = 0; i < type.field_count(); ++i) {
     fields.push_back(type.field(i));
   }

@@ -48,7 +48,7 @@ std::string next_file(const std::string& folder) {
     }
   }
   std::array<char, 32> number{};
-  std::snprintf(number.data(), number.size(), "%010lld", static_cast<long long>(last + 1));
+  std::snprintf(number.data(), number.size(), "%010lld", static_cast<long long>(last) + 1);
   return folder + "/" + std::string(kPrefix) + number.data() + ".tessera";
 }
 

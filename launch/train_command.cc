@@ -232,11 +232,11 @@ void train(const TrainArguments& arguments, Communicator& communicator, Activity
   });
   Device device(static_cast<int>(config.execution().threads()));
   if (communicator.rank() == 0) {
-    std::printf("%lld parameters on %d rank%s, %s each; %lld steps of %lld tokens; run in %s\n",
-                static_cast<long long>(stack->parameter_count()), communicator.size(),
+    const std::int64_t step_tokens = config.train().global_batch() * stream->sequence_length();
+    std::printf("%s parameters on %d rank%s, %s each; %s steps of %s tokens; run in %s\n",
+                std::to_string(stack->parameter_count()).c_str(), communicator.size(),
                 communicator.size() == 1 ? "" : "s", device.description().c_str(),
-                static_cast<long long>(config.train().steps()),
-                static_cast<long long>(config.train().global_batch() * stream->sequence_length()),
+                std::to_string(config.train().steps()).c_str(), std::to_string(step_tokens).c_str(),
                 folder.path.c_str());
     print_mixture(config, *stream);
     std::fflush(stdout);

@@ -109,6 +109,7 @@ void Watchdog::write_state(const Activity::State& state) {
 void Watchdog::end_job(const Activity::State& state) const {
   // Who holds the others up? The ranks whose sequence is the smallest.
   std::vector<PeerState> peers;
+  peers.reserve(static_cast<std::size_t>(ranks_));
   for (int rank = 0; rank < ranks_; ++rank) peers.push_back(read_peer(folder_, rank));
   const auto behind =
       std::min_element(peers.begin(), peers.end(),

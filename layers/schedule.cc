@@ -21,6 +21,7 @@ std::vector<std::string> require_order(const std::string& path, const Names& ord
   if (order.empty()) throw Error(ExitCode::kUsage, path + ".order: must name at least one mixer");
   require_range(path + ".order's length", order.size(), 1, kMaxLayers);
   std::vector<std::string> types;
+  types.reserve(static_cast<std::size_t>(order.size()));
   for (int i = 0; i < order.size(); ++i) {
     types.push_back(require_type(path + ".order[" + std::to_string(i) + "]", order[i]));
   }

@@ -33,13 +33,13 @@ Queue::~Queue() {
 
 void Queue::take_pieces(Worker& worker) {
   try {
-    for (std::int64_t piece = next_++; piece < pieces_; piece = next_++) {
+    for (std::int64_t piece = worker.index(); piece < pieces_ && !failed_; piece += threads()) {
       call_(context_, piece, worker);
     }
   } catch (...) {
     const std::lock_guard lock(mutex_);
     if (!failure_) failure_ = std::current_exception();
-    next_ = pieces_;
+    failed_ = true;
   }
 }
 
@@ -69,7 +69,7 @@ void Queue::run(std::int64_t pieces, Piece call, const void* context) {
     call_ = call;
     context_ = context;
     pieces_ = pieces;
-    next_ = 0;
+    failed_ = false;
     failure_ = nullptr;
     active_ = static_cast<int>(threads_.size());
     ++generation_;

@@ -49,10 +49,10 @@ class Queue {
   int threads() const { return static_cast<int>(workers_.size()); }
   Worker& worker(int index) { return *workers_[static_cast<std::size_t>(index)]; }
 
-  // Calls body(piece, worker) for each piece in [0, pieces), shared out over the threads, and
-  // returns when all are done. Pieces are cut by shape, never by the number of threads, and write
-  // disjoint memory, so that results don't depend on it. A piece's exception is rethrown here.
-  // Allocates nothing.
+  // Calls body(piece, worker) for each piece in [0, pieces) and returns when all are done: worker i
+  // of n has the pieces i, i + n, ..., so that after a first pass each has met every shape that it
+  // will. Pieces are cut by shape, never by the number of threads, and write disjoint memory, so
+  // that results don't depend on it. A piece's exception is rethrown here. Allocates nothing.
   template <class Body>
   void parallel_for(std::int64_t pieces, const Body& body) {
     run(
@@ -86,7 +86,7 @@ class Queue {
   Piece call_ = nullptr;
   const void* context_ = nullptr;
   std::int64_t pieces_ = 0;
-  std::atomic<std::int64_t> next_{0};
+  std::atomic<bool> failed_{false};
   std::exception_ptr failure_;
   std::uint64_t sequence_ = 0;
 };
