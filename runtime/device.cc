@@ -35,12 +35,21 @@ void Queue::take_pieces(Worker& worker) {
   try {
     for (std::int64_t piece = worker.index(); piece < pieces_ && !failed_; piece += threads()) {
       call_(context_, piece, worker);
+      if (worker.index() == 0) advance_progress();
     }
   } catch (...) {
     const std::lock_guard lock(mutex_);
     if (!failure_) failure_ = std::current_exception();
     failed_ = true;
   }
+}
+
+void Queue::advance_progress() {
+  if (progress_ == nullptr) return;
+  const auto now = std::chrono::steady_clock::now();
+  if (now - last_progress_ < kProgressInterval) return;
+  progress_->advance();
+  last_progress_ = std::chrono::steady_clock::now();
 }
 
 void Queue::work(int index) {
@@ -61,7 +70,10 @@ void Queue::work(int index) {
 void Queue::run(std::int64_t pieces, Piece call, const void* context) {
   ++sequence_;
   if (threads_.empty() || pieces <= 1) {
-    for (std::int64_t piece = 0; piece < pieces; ++piece) call(context, piece, worker(0));
+    for (std::int64_t piece = 0; piece < pieces; ++piece) {
+      call(context, piece, worker(0));
+      advance_progress();
+    }
     return;
   }
   {

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <cstdint>
 #include <exception>
@@ -38,6 +39,16 @@ struct Event {
   std::uint64_t sequence = 0;
 };
 
+// Work that goes on beside a queue's and needs a thread's attention now and then, as transfers
+// between ranks do. Every call returns soon.
+class Progress {
+ public:
+  virtual void advance() = 0;
+
+ protected:
+  ~Progress() = default;
+};
+
 // Runs pieces of work in order of submission. Not thread-safe: one thread submits.
 class Queue {
  public:
@@ -63,6 +74,12 @@ class Queue {
         &body);
   }
 
+  // `progress`, which outlives its use here (null: none), is called by the submitting thread between
+  // its pieces of work, at most once in kProgressInterval. What it throws comes out as a piece's
+  // exception does.
+  static constexpr std::chrono::microseconds kProgressInterval{100};
+  void set_progress(Progress* progress) { progress_ = progress; }
+
   // Bytes of equal views; the source may lie on another device when there is one.
   void copy(const View& to, const View& from);
   void fill_zero(const View& view);
@@ -75,6 +92,7 @@ class Queue {
   void run(std::int64_t pieces, Piece call, const void* context);
   void work(int index);
   void take_pieces(Worker& worker);
+  void advance_progress();
 
   std::vector<std::unique_ptr<Worker>> workers_;
   std::vector<std::thread> threads_;
@@ -89,6 +107,8 @@ class Queue {
   std::atomic<bool> failed_{false};
   std::exception_ptr failure_;
   std::uint64_t sequence_ = 0;
+  Progress* progress_ = nullptr;
+  std::chrono::steady_clock::time_point last_progress_;
 };
 
 class Device {
