@@ -1,0 +1,368 @@
+#undef HWY_TARGET_INCLUDE
+#define HWY_TARGET_INCLUDE "runtime/peak.cc"
+#include "hwy/foreach_target.h"
+// (after foreach_target)
+#include <cstdint>
+
+#include "hwy/highway.h"
+
+HWY_BEFORE_NAMESPACE();
+namespace tessera {
+namespace HWY_NAMESPACE {
+namespace hn = hwy::HWY_NAMESPACE;
+
+constexpr int kSums = 12;  // independent chains: enough to hide the latency of two units
+
+// One round adds `one` to each of kSums vectors, multiplied by `one` first; returns the sum of all.
+// The chains start apart, or a compiler might keep one for all.
+double f32_rounds(std::int64_t rounds, float one) {
+  const hn::ScalableTag<float> d;
+  const auto a = hn::Set(d, one);
+  auto s0 = hn::Zero(d), s1 = hn::Set(d, 1), s2 = hn::Set(d, 2), s3 = hn::Set(d, 3);
+  auto s4 = hn::Set(d, 4), s5 = hn::Set(d, 5), s6 = hn::Set(d, 6), s7 = hn::Set(d, 7);
+  auto s8 = hn::Set(d, 8), s9 = hn::Set(d, 9), s10 = hn::Set(d, 10), s11 = hn::Set(d, 11);
+  for (std::int64_t i = 0; i < rounds; ++i) {
+    s0 = hn::MulAdd(s0, a, a);
+    s1 = hn::MulAdd(s1, a, a);
+    s2 = hn::MulAdd(s2, a, a);
+    s3 = hn::MulAdd(s3, a, a);
+    s4 = hn::MulAdd(s4, a, a);
+    s5 = hn::MulAdd(s5, a, a);
+    s6 = hn::MulAdd(s6, a, a);
+    s7 = hn::MulAdd(s7, a, a);
+    s8 = hn::MulAdd(s8, a, a);
+    s9 = hn::MulAdd(s9, a, a);
+    s10 = hn::MulAdd(s10, a, a);
+    s11 = hn::MulAdd(s11, a, a);
+  }
+  double total = 0;
+  for (const auto s : {s0, s1, s2, s3, s4, s5, s6, s7, s8, s9, s10, s11}) {
+    total += static_cast<double>(hn::GetLane(s));
+  }
+  return total;
+}
+
+// Operations of one round.
+std::int64_t f32_operations() {
+  return static_cast<std::int64_t>(hn::Lanes(hn::ScalableTag<float>())) * kSums * 2;
+}
+const char* f32_target() { return hwy::TargetName(HWY_TARGET); }
+
+}  // namespace HWY_NAMESPACE
+}  // namespace tessera
+HWY_AFTER_NAMESPACE();
+
+#if HWY_ONCE
+#include <sched.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <charconv>
+#include <chrono>
+#include <cmath>
+#include <cstdlib>
+#include <filesystem>
+#include <fstream>
+#include <thread>
+#include <vector>
+
+#include "runtime/error.h"
+#include "runtime/peak.h"
+
+#ifdef __x86_64__
+#include <cpuid.h>
+#include <immintrin.h>
+#include <sys/syscall.h>
+#endif
+
+namespace tessera {
+namespace {
+HWY_EXPORT(f32_rounds);
+HWY_EXPORT(f32_operations);
+HWY_EXPORT(f32_target);
+
+// A loop in registers. `rounds(n, 1)` gives the sum over its chains of (start + n * depth), which
+// is exact and so proves that the loop has run.
+struct Loop {
+  double (*rounds)(std::int64_t rounds, float one) = nullptr;
+  std::int64_t operations = 0;  // of one round
+  int chains = 0;
+  int depth = 1;
+  std::string name;
+};
+
+double best_f32_rounds(std::int64_t rounds, float one) {
+  return HWY_DYNAMIC_DISPATCH(f32_rounds)(rounds, one);
+}
+
+Loop f32_loop() {
+  return {best_f32_rounds, HWY_DYNAMIC_DISPATCH(f32_operations)(), 12, 1,
+          std::string("f32 ") + HWY_DYNAMIC_DISPATCH(f32_target)()};
+}
+
+#ifdef __x86_64__
+// The chains of bf16 pairs: a round adds one * one twice to every lane.
+__attribute__((target("avx512f,avx512bf16"))) double vector_bf16_rounds(std::int64_t rounds,
+                                                                        float one) {
+  const __m512bh a = _mm512_cvtne2ps_pbh(_mm512_set1_ps(one), _mm512_set1_ps(one));
+  __m512 s0 = _mm512_set1_ps(0), s1 = _mm512_set1_ps(1), s2 = _mm512_set1_ps(2);
+  __m512 s3 = _mm512_set1_ps(3), s4 = _mm512_set1_ps(4), s5 = _mm512_set1_ps(5);
+  __m512 s6 = _mm512_set1_ps(6), s7 = _mm512_set1_ps(7), s8 = _mm512_set1_ps(8);
+  __m512 s9 = _mm512_set1_ps(9), s10 = _mm512_set1_ps(10), s11 = _mm512_set1_ps(11);
+  for (std::int64_t i = 0; i < rounds; ++i) {
+    s0 = _mm512_dpbf16_ps(s0, a, a);
+    s1 = _mm512_dpbf16_ps(s1, a, a);
+    s2 = _mm512_dpbf16_ps(s2, a, a);
+    s3 = _mm512_dpbf16_ps(s3, a, a);
+    s4 = _mm512_dpbf16_ps(s4, a, a);
+    s5 = _mm512_dpbf16_ps(s5, a, a);
+    s6 = _mm512_dpbf16_ps(s6, a, a);
+    s7 = _mm512_dpbf16_ps(s7, a, a);
+    s8 = _mm512_dpbf16_ps(s8, a, a);
+    s9 = _mm512_dpbf16_ps(s9, a, a);
+    s10 = _mm512_dpbf16_ps(s10, a, a);
+    s11 = _mm512_dpbf16_ps(s11, a, a);
+  }
+  double total = 0;
+  for (const __m512 s : {s0, s1, s2, s3, s4, s5, s6, s7, s8, s9, s10, s11}) {
+    total += static_cast<double>(_mm512_cvtss_f32(s));
+  }
+  return total;
+}
+
+// The tile intrinsics don't tell the compiler what memory they read.
+void written_for_tiles(const void* memory) { asm volatile("" : : "g"(memory) : "memory"); }
+
+// Six tiles of 16 x 16 sums; a round adds a product of 16 x 32 by 32 x 16 ones to each.
+constexpr int kTileChains = 6;
+__attribute__((target("amx-tile,amx-bf16"))) double tile_bf16_rounds(std::int64_t rounds,
+                                                                     float one) {
+  struct alignas(64) {
+    std::uint8_t palette = 1;
+    std::uint8_t start_row = 0;
+    std::uint8_t reserved[14] = {};
+    std::uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+    std::uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+  } config;
+  const auto high_half = static_cast<std::uint16_t>(__builtin_bit_cast(std::uint32_t, one) >> 16);
+  alignas(64) std::uint16_t ones[16][32];
+  for (auto& row : ones) std::fill(std::begin(row), std::end(row), high_half);
+  alignas(64) float start[kTileChains][16][16];
+  for (int t = 0; t < kTileChains; ++t) {
+    for (auto& row : start[t]) std::fill(std::begin(row), std::end(row), static_cast<float>(t));
+  }
+  written_for_tiles(&config);
+  written_for_tiles(ones);
+  written_for_tiles(start);
+  _tile_loadconfig(&config);
+  _tile_loadd(0, start[0], 64);
+  _tile_loadd(1, start[1], 64);
+  _tile_loadd(2, start[2], 64);
+  _tile_loadd(3, start[3], 64);
+  _tile_loadd(4, start[4], 64);
+  _tile_loadd(5, start[5], 64);
+  _tile_loadd(6, ones, 64);
+  _tile_loadd(7, ones, 64);
+  for (std::int64_t i = 0; i < rounds; ++i) {
+    _tile_dpbf16ps(0, 6, 7);
+    _tile_dpbf16ps(1, 6, 7);
+    _tile_dpbf16ps(2, 6, 7);
+    _tile_dpbf16ps(3, 6, 7);
+    _tile_dpbf16ps(4, 6, 7);
+    _tile_dpbf16ps(5, 6, 7);
+  }
+  _tile_stored(0, start[0], 64);
+  _tile_stored(1, start[1], 64);
+  _tile_stored(2, start[2], 64);
+  _tile_stored(3, start[3], 64);
+  _tile_stored(4, start[4], 64);
+  _tile_stored(5, start[5], 64);
+  _tile_release();
+  double total = 0;
+  for (const auto& tile : start) total += static_cast<double>(tile[15][15]);
+  return total;
+}
+
+__attribute__((target("xsave"))) std::uint64_t enabled_state() { return _xgetbv(0); }
+
+// The CPU has tiles for bf16, the system saves their state, and gives this process leave to use
+// them (Linux: arch_prctl, Documentation/arch/x86/xstate.rst).
+bool tiles_granted() {
+  unsigned a = 0, b = 0, c = 0, d = 0;
+  if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) return false;
+  const bool has_tiles = (d & (1U << 22)) != 0 && (d & (1U << 24)) != 0;
+  if (!has_tiles || !__get_cpuid(1, &a, &b, &c, &d) || (c & (1U << 27)) == 0) return false;
+  constexpr std::uint64_t kTileState = (1U << 17) | (1U << 18);
+  if ((enabled_state() & kTileState) != kTileState) return false;
+  constexpr long kRequestPermission = 0x1023, kTileData = 18;
+  return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+}
+
+std::vector<Loop> bf16_loops() {
+  std::vector<Loop> loops;
+  if (tiles_granted()) {
+    loops.push_back({tile_bf16_rounds, std::int64_t{2} * 16 * 16 * 32 * kTileChains, kTileChains,
+                     32, "bf16 AMX"});
+  }
+  if (__builtin_cpu_supports("avx512bf16")) {
+    loops.push_back({vector_bf16_rounds, std::int64_t{2} * 2 * 16 * 12, 12, 2, "bf16 AVX-512"});
+  }
+  return loops;
+}
+#else
+std::vector<Loop> bf16_loops() { return {}; }
+#endif
+
+// Tiles come first, since no CPU that has them is faster without.
+Loop loop_of(Precision precision) {
+  if (precision == Precision::kBF16) {
+    const std::vector<Loop> loops = bf16_loops();
+    if (!loops.empty()) return loops.front();
+  }
+  return f32_loop();
+}
+
+int usable_cores() {
+  cpu_set_t set;
+  if (sched_getaffinity(0, sizeof set, &set) == 0) return std::max(1, CPU_COUNT(&set));
+  return std::max(1, static_cast<int>(std::thread::hardware_concurrency()));
+}
+
+using Clock = std::chrono::steady_clock;
+double seconds_since(Clock::time_point start) {
+  return std::chrono::duration<double>(Clock::now() - start).count();
+}
+
+void run_checked(const Loop& loop, std::int64_t rounds) {
+  const volatile float one = 1.0F;
+  const double total = loop.rounds(rounds, one);
+  const int chains = loop.chains;
+  TESSERA_CHECK(total == static_cast<double>(rounds * loop.depth * chains) +
+                             static_cast<double>(chains * (chains - 1)) / 2);
+}
+
+// The best of short runs, so that a moment's work of others on this core doesn't count.
+double best_rate(const Loop& loop, std::atomic<int>& waiting) {
+  constexpr double kWarmUp = 0.005, kMeasured = 0.025, kRun = 0.0005;
+  std::int64_t rounds = 64;
+  const auto begin = Clock::now();
+  while (seconds_since(begin) < kWarmUp) {
+    const auto start = Clock::now();
+    run_checked(loop, rounds);
+    // Sums of f32 are exact below 2^24.
+    if (seconds_since(start) < kRun && rounds * loop.depth < (1 << 22)) rounds *= 2;
+  }
+  --waiting;
+  while (waiting > 0) run_checked(loop, rounds);
+  double best = 0;
+  const auto measured = Clock::now();
+  do {
+    const auto start = Clock::now();
+    run_checked(loop, rounds);
+    best = std::max(best, static_cast<double>(rounds * loop.operations) / seconds_since(start));
+  } while (seconds_since(measured) < kMeasured);
+  return best;
+}
+
+std::string cpu_model() {
+  std::ifstream file("/proc/cpuinfo");
+  for (std::string line; std::getline(file, line);) {
+    if (line.starts_with("model name")) {
+      const std::size_t colon = line.find(':');
+      return colon + 2 <= line.size() ? line.substr(colon + 2) : "";
+    }
+  }
+  return "";
+}
+
+// Only letters, digits and dots, for a file's name.
+std::string plain(std::string text) {
+  for (char& c : text) {
+    if (!std::isalnum(static_cast<unsigned char>(c)) && c != '.') c = '-';
+  }
+  return text;
+}
+
+// What a cache's file must hold, to the byte, before the rate: names alone may meet.
+std::string heading(const std::string& version, const std::string& instructions, int threads) {
+  return "tessera " + version + "\n" + cpu_model() + "\n" + instructions + ", " +
+         std::to_string(threads) + " threads, FLOP/s:\n";
+}
+
+// 0 when there is no such file or it isn't whole.
+double read_rate(const std::string& path, const std::string& expected_heading) {
+  std::ifstream file(path, std::ios::binary);
+  std::string text(4096, '\0');
+  file.read(text.data(), static_cast<std::streamsize>(text.size()));
+  text.resize(static_cast<std::size_t>(file.gcount()));
+  if (!text.starts_with(expected_heading) || !text.ends_with("\n")) return 0;
+  double rate = 0;
+  const char* const begin = text.data() + expected_heading.size();
+  const char* const end = text.data() + text.size() - 1;
+  const auto [stop, error] = std::from_chars(begin, end, rate);
+  return error == std::errc() && stop == end && std::isfinite(rate) && rate > 0 ? rate : 0;
+}
+
+void write_rate(const std::string& folder, const std::string& path, const std::string& text) {
+  std::error_code ignored;
+  std::filesystem::create_directories(folder, ignored);
+  const std::string partial = path + "." + std::to_string(getpid());
+  std::ofstream file(partial, std::ios::binary);
+  file << text;
+  file.close();
+  if (file) std::filesystem::rename(partial, path, ignored);
+  if (!file || ignored) std::filesystem::remove(partial, ignored);
+}
+
+}  // namespace
+
+std::string peak_instructions(Precision precision) { return loop_of(precision).name; }
+
+double measure_peak_flops(Precision precision, int threads) {
+  TESSERA_CHECK(threads >= 1);
+  const Loop loop = loop_of(precision);
+  const int running = std::min(threads, usable_cores());
+  std::vector<double> rates(static_cast<std::size_t>(running));
+  std::atomic<int> waiting{running};
+  {
+    std::vector<std::jthread> others;
+    for (std::size_t t = 1; t < rates.size(); ++t) {
+      others.emplace_back([&, t] { rates[t] = best_rate(loop, waiting); });
+    }
+    rates[0] = best_rate(loop, waiting);
+  }
+  double sum = 0;
+  for (const double rate : rates) sum += rate;
+  return sum;
+}
+
+std::string default_cache_folder() {
+  const auto variable = [](const char* name) -> std::string {
+    const char* value = std::getenv(name);
+    return value == nullptr ? "" : value;
+  };
+  const std::string cache = variable("XDG_CACHE_HOME"), home = variable("HOME");
+  if (!cache.empty()) return cache + "/tessera";
+  return home.empty() ? "" : home + "/.cache/tessera";
+}
+
+double peak_flops(Precision precision, int threads, const std::string& program_version,
+                  const std::string& folder) {
+  if (folder.empty()) return measure_peak_flops(precision, threads);
+  const std::string instructions = peak_instructions(precision);
+  const int running = std::min(threads, usable_cores());
+  const std::string path = folder + "/peak-" + plain(program_version) + "-" + plain(cpu_model()) +
+                           "-" + plain(instructions) + "-" + std::to_string(running) + ".txt";
+  const std::string expected = heading(program_version, instructions, running);
+  double rate = read_rate(path, expected);
+  if (rate > 0) return rate;
+  rate = measure_peak_flops(precision, threads);
+  char digits[64];
+  const auto end = std::to_chars(std::begin(digits), std::end(digits), rate).ptr;
+  write_rate(folder, path, expected + std::string(digits, end) + "\n");
+  return rate;
+}
+
+}  // namespace tessera
+#endif

@@ -1,0 +1,29 @@
+// The peak rate of this CPU's arithmetic, measured by loops that live in registers: the ceiling
+// that a share of peak is a share of.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+namespace tessera {
+
+enum class Precision : std::uint8_t { kF32, kBF16 };
+
+// What a precision's loop computes with here: "f32 AVX3", "bf16 AMX", "bf16 AVX-512", or the f32
+// loop for bf16 where the CPU (or the system) has no bf16 arithmetic.
+std::string peak_instructions(Precision precision);
+
+// Floating-point operations per second (a multiply-add is two) of `threads` threads that run at
+// once, on at most as many cores as the process may use. Takes about 30 ms of every core.
+double measure_peak_flops(Precision precision, int threads);
+
+// $XDG_CACHE_HOME/tessera, else $HOME/.cache/tessera, else "".
+std::string default_cache_folder();
+
+// The same, from a file in `folder` when one was left there by this version of the program on this
+// kind of CPU; else measured, and left there. A file that can't be read, written or understood only
+// means that the measurement is made again. Safe between processes.
+double peak_flops(Precision precision, int threads, const std::string& program_version,
+                  const std::string& folder = default_cache_folder());
+
+}  // namespace tessera
