@@ -15,7 +15,7 @@ namespace {
 // The block's own places in its lists; the mixer's and the feed-forward's follow, except that their
 // parameters stand behind the norm that feeds them.
 enum Saved : std::size_t { kInverseInput, kMiddle, kInversePost, kSavedCount };
-enum Scratch : std::size_t { kNormed, kDNormed, kPartial, kScratchCount };
+enum Scratch : std::size_t { kNormed, kDNormed, kPartial, kRounded, kScratchCount };
 
 void append(std::vector<ParameterSpec>& list, const std::string& prefix,
             std::vector<ParameterSpec> more) {
@@ -30,6 +30,7 @@ void append(std::vector<ParameterSpec>& list, const std::string& prefix,
 struct Block::Parts {
   std::int64_t width;
   double epsilon;
+  DType dtype;
   std::string type;
   std::unique_ptr<Layer> mixer;
   SwiGlu feed_forward;
@@ -46,17 +47,17 @@ struct Block::Parts {
   }
 };
 
-Block::Block(const ModelConfig& config, std::int64_t layer) {
+Block::Block(const ModelConfig& config, std::int64_t layer, DType compute) {
   validate(config);
   const std::vector<std::string> types = schedule_types(config.schedule());
   const auto layers = static_cast<std::int64_t>(types.size());
   TESSERA_CHECK(layer >= 0 && layer < layers);
   const std::string& type = types[static_cast<std::size_t>(layer)];
-  const MixerContext context = {config, layer, layers};
+  const MixerContext context = {config, layer, layers, compute};
   parts_ = std::make_unique<Parts>(
-      Parts{config.width(), config.norm_epsilon(), type, make_mixer(type, context),
+      Parts{config.width(), config.norm_epsilon(), compute, type, make_mixer(type, context),
             SwiGlu(config.width(), config.feed_forward().width(), config.init_deviation(),
-                   context.output_deviation()),
+                   context.output_deviation(), compute),
             0, 0});
   parts_->mixer_parameters = parts_->mixer->parameters().size();
   parts_->mixer_saved = parts_->mixer->saved({1, 1, 1}).size();
@@ -89,17 +90,20 @@ std::vector<BufferSpec> Block::saved(BatchShape shape) const {
 
 std::vector<BufferSpec> Block::scratch(BatchShape shape) const {
   const std::int64_t width = parts_->width;
+  const bool rounds = parts_->dtype != DType::kF32;
   std::vector<BufferSpec> list = {
-      {"normed", DType::kF32, {shape.rows(), width}},
+      {"normed", parts_->dtype, {shape.rows(), width}},
       {"d_normed", DType::kF32, {shape.rows(), width}},
-      {"partial_norm", DType::kF32, {rms_norm_blocks(shape.rows()), width}}};
+      {"partial_norm", DType::kF32, {rms_norm_blocks(shape.rows()), width}},
+      {"rounded_gradient", parts_->dtype, {rounds ? shape.rows() : 0, width}}};
   // The two layers run one after the other: the i-th buffer of one is that of the other.
   const std::vector<BufferSpec> mixer = parts_->mixer->scratch(shape);
   const std::vector<BufferSpec> feed_forward = parts_->feed_forward.scratch(shape);
   for (std::size_t i = 0; i < std::max(mixer.size(), feed_forward.size()); ++i) {
-    const std::int64_t first = i < mixer.size() ? mixer[i].shape.count() : 0;
-    const std::int64_t second = i < feed_forward.size() ? feed_forward[i].shape.count() : 0;
-    list.push_back({"layer." + std::to_string(i), DType::kF32, {std::max(first, second)}});
+    const std::int64_t first = i < mixer.size() ? mixer[i].bytes() : 0;
+    const std::int64_t second = i < feed_forward.size() ? feed_forward[i].bytes() : 0;
+    const std::int64_t words = (std::max(first, second) + 3) / 4;
+    list.push_back({"layer." + std::to_string(i), DType::kF32, {words}});
   }
   return list;
 }
@@ -134,16 +138,17 @@ void Block::backward(Queue& queue, const Batch& batch, const View& x, const View
   const View& post_weight = memory.parameters[post];
   const View& post_inverse = memory.saved[kInversePost];
   rms_norm_again(queue, middle, post_weight, post_inverse, normed);
-  p.feed_forward.backward(queue, batch, normed, d_x, d_normed, d_parameters.subspan(post + 1),
-                          p.of_feed_forward(memory));
+  p.feed_forward.backward(queue, batch, normed,
+                          converted(queue, d_x, p.dtype, memory.scratch[kRounded]), d_normed,
+                          d_parameters.subspan(post + 1), p.of_feed_forward(memory));
   rms_norm_backward(queue, middle, post_weight, post_inverse, d_normed, d_x, true, partial);
   rms_norm_weight_gradient(queue, partial, d_parameters[post]);
 
   const View& input_weight = memory.parameters[0];
   const View& input_inverse = memory.saved[kInverseInput];
   rms_norm_again(queue, x, input_weight, input_inverse, normed);
-  p.mixer->backward(queue, batch, normed, d_x, d_normed,
-                    d_parameters.subspan(1, p.mixer_parameters), p.of_mixer(memory));
+  p.mixer->backward(queue, batch, normed, converted(queue, d_x, p.dtype, memory.scratch[kRounded]),
+                    d_normed, d_parameters.subspan(1, p.mixer_parameters), p.of_mixer(memory));
   rms_norm_backward(queue, x, input_weight, input_inverse, d_normed, d_x, true, partial);
   rms_norm_weight_gradient(queue, partial, d_parameters[0]);
 }

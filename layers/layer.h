@@ -2,7 +2,10 @@
 // scratch as functions of the shapes; forward and backward are written out.
 //
 // Conventions that hold for every layer:
-//  * activations are [B, T, width] or, where positions don't matter, [B*T, width], f32;
+//  * activations are [B, T, width] or, where positions don't matter, [B*T, width];
+//  * what a product multiplies (its input, parameters, d_out, most of what is saved) has the run's
+//    compute type, f32 or bf16; what is added up (the residual stream and its gradient, gradients
+//    of parameters, statistics) is f32;
 //  * parameter views come in the order of parameters(), [out, in] for matrices;
 //  * gradients of parameters are overwritten, never added to: one quantum, one gradient;
 //  * forward and backward allocate nothing.
@@ -53,15 +56,15 @@ struct ParameterSpec {
 struct LayerMemory {
   std::span<const View> parameters;
   std::span<const View> saved;  // as saved() declared; written by forward, read by backward
-  // As scratch() declared or larger, f32; contents undefined before and after. Layers that run one
-  // after the other get the same memory, so its shape is what the layer says: shaped().
+  // As scratch() declared or larger; contents undefined before and after. Layers that run one after
+  // the other get the same memory, so its type and shape are what the layer says: shaped().
   std::span<const View> scratch;
 };
 
-// The first elements of a view, under a shape of at most its count.
-inline View shaped(const View& room, Shape shape) {
-  TESSERA_CHECK(shape.count() <= room.count());
-  return {room.dtype(), shape, room.raw()};
+// The first bytes of a view as an array of this type and shape.
+inline View shaped(const View& room, DType dtype, Shape shape) {
+  TESSERA_CHECK(shape.count() * size_of(dtype) <= room.bytes());
+  return {dtype, shape, room.raw()};
 }
 
 // A mixer or a feed-forward: [B, T, d] -> [B, T, d].
@@ -75,10 +78,10 @@ class Layer {
   // two), averaged over the positions; the backward is counted as twice that.
   virtual double flops_per_token(std::int64_t length) const = 0;
 
-  // in, out: [B*T, d]; out is overwritten and doesn't alias in.
+  // in: [B*T, d] of the compute type; out: [B*T, d] f32, overwritten, doesn't alias in.
   virtual void forward(Queue& queue, const Batch& batch, const View& in, const View& out,
                        const LayerMemory& memory) const = 0;
-  // d_in is overwritten and doesn't alias d_out; d_parameters are overwritten.
+  // d_out of the compute type; d_in f32, overwritten; d_parameters f32, overwritten.
   virtual void backward(Queue& queue, const Batch& batch, const View& in, const View& d_out,
                         const View& d_in, std::span<const View> d_parameters,
                         const LayerMemory& memory) const = 0;

@@ -7,13 +7,13 @@
 namespace tessera {
 namespace {
 
-std::vector<Block> make_blocks(const ModelConfig& config) {
+std::vector<Block> make_blocks(const ModelConfig& config, DType compute) {
   validate(config);
   const std::size_t layers = schedule_types(config.schedule()).size();
   std::vector<Block> blocks;
   blocks.reserve(layers);
   for (std::size_t l = 0; l < layers; ++l)
-    blocks.emplace_back(config, static_cast<std::int64_t>(l));
+    blocks.emplace_back(config, static_cast<std::int64_t>(l), compute);
   return blocks;
 }
 
@@ -24,8 +24,11 @@ std::vector<ParameterSpec> prefixed(const std::string& prefix, std::vector<Param
 
 }  // namespace
 
-Stack::Stack(const ModelConfig& config)
-    : embedding_(config), blocks_(make_blocks(config)), head_(config) {}
+Stack::Stack(const ModelConfig& config, DType compute)
+    : compute_(compute),
+      embedding_(config),
+      blocks_(make_blocks(config, compute)),
+      head_(config, compute) {}
 
 std::vector<UnitSpec> Stack::units() const {
   std::vector<UnitSpec> units;

@@ -18,8 +18,8 @@ namespace tessera {
 // One residual block: y = x + Mixer(RMSNorm(x)); x' = y + FeedForward(RMSNorm(y)).
 class Block {
  public:
-  // Throws Error(kUsage) when the configuration can't be.
-  Block(const ModelConfig& config, std::int64_t layer);
+  // Throws Error(kUsage) when the configuration can't be. compute: kF32 or kBF16.
+  Block(const ModelConfig& config, std::int64_t layer, DType compute = DType::kF32);
   ~Block();
   Block(Block&&) noexcept;
 
@@ -32,7 +32,7 @@ class Block {
   std::vector<BufferSpec> scratch(BatchShape shape) const;
   double flops_per_token(std::int64_t length) const;
 
-  // x, out: [B*T, d]; x is kept by the caller until backward.
+  // x, out: [B*T, d] f32; x is kept by the caller until backward.
   void forward(Queue& queue, const Batch& batch, const View& x, const View& out,
                const LayerMemory& memory) const;
   // d_x holds the gradient of the output on entry and of the input on return.
@@ -44,7 +44,7 @@ class Block {
   std::unique_ptr<Parts> parts_;
 };
 
-// x = Embedding[tokens]; parameter: weight [V, d].
+// x = Embedding[tokens] [B*T, d] f32; parameter: weight [V, d], of the compute type.
 class Embedding {
  public:
   explicit Embedding(const ModelConfig& config);
@@ -62,10 +62,10 @@ class Embedding {
 };
 
 // Final RMSNorm, the head's product and the cross-entropy, fused in chunks of positions so that
-// the logits never exist at once; parameters: norm.weight [d], lm_head.weight [V, d].
+// the logits (f32) never exist at once; parameters: norm.weight [d], lm_head.weight [V, d].
 class Head {
  public:
-  explicit Head(const ModelConfig& config);
+  explicit Head(const ModelConfig& config, DType compute = DType::kF32);
   std::vector<ParameterSpec> parameters() const;
   std::vector<BufferSpec> scratch(BatchShape shape) const;
   double flops_per_token() const;
@@ -90,6 +90,7 @@ class Head {
 
   std::int64_t vocabulary_, width_;
   double epsilon_, deviation_;
+  DType dtype_;
 };
 
 // One unit's parameters as the rest of the program sees them, with their full names.
@@ -103,8 +104,10 @@ struct UnitSpec {
 
 class Stack {
  public:
-  // Throws Error(kUsage) naming the field of the config that can't be.
-  explicit Stack(const ModelConfig& config);
+  // compute: the type of parameters and activations in products, kF32 or kBF16; sums and the
+  // residual stream are f32. Throws Error(kUsage) naming the field of the config that can't be.
+  explicit Stack(const ModelConfig& config, DType compute = DType::kF32);
+  DType compute() const { return compute_; }
   const Embedding& embedding() const { return embedding_; }
   const std::vector<Block>& blocks() const { return blocks_; }
   const Head& head() const { return head_; }
@@ -113,6 +116,7 @@ class Stack {
   double flops_per_token(std::int64_t length) const;  // one forward pass
 
  private:
+  DType compute_;
   Embedding embedding_;
   std::vector<Block> blocks_;
   Head head_;

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <array>
+#include <cstring>
 #include <string>
 
 #include "runtime/memory.h"
@@ -29,12 +30,13 @@ dnnl_engine_t engine() {
 }
 
 // A row-major matrix as the library sees it: its transpose is only a swap of strides.
-dnnl_memory_desc_t describe(std::int64_t rows, std::int64_t columns, std::int64_t stride,
-                            bool transpose) {
+dnnl_memory_desc_t describe(DType dtype, std::int64_t rows, std::int64_t columns,
+                            std::int64_t stride, bool transpose) {
   dnnl_memory_desc_t description;
   dnnl_dims_t extents = {rows, columns};
   dnnl_dims_t strides = {transpose ? 1 : stride, transpose ? stride : 1};
-  require(dnnl_memory_desc_init_by_strides(&description, 2, extents, dnnl_f32, strides),
+  require(dnnl_memory_desc_init_by_strides(&description, 2, extents,
+                                           dtype == DType::kBF16 ? dnnl_bf16 : dnnl_f32, strides),
           "dnnl_memory_desc_init_by_strides");
   return description;
 }
@@ -44,9 +46,11 @@ dnnl_memory_desc_t describe(std::int64_t rows, std::int64_t columns, std::int64_
 // One primitive of static shape with its memory objects; the scratchpad is its own.
 struct PreparedProduct {
   explicit PreparedProduct(const ProductKey& key) {
-    const dnnl_memory_desc_t a = describe(key.m, key.k, key.stride_a, key.transpose_a);
-    const dnnl_memory_desc_t b = describe(key.k, key.n, key.stride_b, key.transpose_b);
-    const dnnl_memory_desc_t c = describe(key.m, key.n, key.stride_c, false);
+    const dnnl_memory_desc_t a =
+        describe(key.operands, key.m, key.k, key.stride_a, key.transpose_a);
+    const dnnl_memory_desc_t b =
+        describe(key.operands, key.k, key.n, key.stride_b, key.transpose_b);
+    const dnnl_memory_desc_t c = describe(key.result, key.m, key.n, key.stride_c, false);
     dnnl_matmul_desc_t operation;
     require(dnnl_matmul_desc_init(&operation, &a, &b, nullptr, &c), "dnnl_matmul_desc_init");
     dnnl_primitive_attr_t attributes = nullptr;
@@ -85,7 +89,7 @@ struct PreparedProduct {
   PreparedProduct(const PreparedProduct&) = delete;
   PreparedProduct& operator=(const PreparedProduct&) = delete;
 
-  void run(float* a, float* b, float* c) {
+  void run(std::byte* a, std::byte* b, std::byte* c) {
     require(dnnl_memory_set_data_handle(memory_a, a), "dnnl_memory_set_data_handle");
     require(dnnl_memory_set_data_handle(memory_b, b), "dnnl_memory_set_data_handle");
     require(dnnl_memory_set_data_handle(memory_c, c), "dnnl_memory_set_data_handle");
@@ -110,7 +114,9 @@ std::size_t hash_of(const ProductKey& key) {
   for (const std::int64_t word : {key.m, key.n, key.k, key.stride_a, key.stride_b, key.stride_c,
                                   static_cast<std::int64_t>(key.transpose_a) |
                                       static_cast<std::int64_t>(key.transpose_b) << 1 |
-                                      static_cast<std::int64_t>(key.accumulate) << 2}) {
+                                      static_cast<std::int64_t>(key.accumulate) << 2 |
+                                      static_cast<std::int64_t>(key.operands) << 3 |
+                                      static_cast<std::int64_t>(key.result) << 8}) {
     hash = (hash ^ static_cast<std::uint64_t>(word)) * 0x9E3779B97F4A7C15;
     hash ^= hash >> 29;
   }
@@ -137,9 +143,9 @@ PreparedProduct& ProductCache::find_or_prepare(const ProductKey& key) {
   return *slots_[slot].product;
 }
 
-float* ProductCache::scratch(std::size_t which, std::int64_t count) {
-  std::vector<float>& room = scratch_[which];
-  if (room.size() < static_cast<std::size_t>(count)) room.resize(static_cast<std::size_t>(count));
+std::byte* ProductCache::scratch(std::size_t which, std::int64_t bytes) {
+  std::vector<std::byte>& room = scratch_[which];
+  if (room.size() < static_cast<std::size_t>(bytes)) room.resize(static_cast<std::size_t>(bytes));
   return room.data();
 }
 
@@ -154,6 +160,12 @@ void ProductCache::grow() {
   }
 }
 
+bool has_products(DType dtype) {
+  if (dtype == DType::kF32) return true;
+  return dtype == DType::kBF16 && __builtin_cpu_supports("avx512bw") &&
+         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+}
+
 std::string products_library() {
   const dnnl_version_t* version = dnnl_version();
   return "oneDNN " + std::to_string(version->major) + "." + std::to_string(version->minor) + "." +
@@ -164,8 +176,27 @@ Matrix matrix(const View& view) {
   const Shape& shape = view.shape();
   TESSERA_CHECK(shape.rank() >= 1);
   const std::int64_t columns = shape[shape.rank() - 1];
-  return {view.as<float>(), columns == 0 ? 0 : view.count() / columns, columns, columns};
+  TESSERA_CHECK(view.dtype() == DType::kF32 || view.dtype() == DType::kBF16);
+  return {view.dtype(), view.raw(), columns == 0 ? 0 : view.count() / columns, columns, columns};
 }
+
+namespace {
+
+void copy_rows(Matrix to, Matrix from) {
+  for (std::int64_t row = 0; row < from.rows; ++row) {
+    std::memcpy(to.at(row, 0), from.at(row, 0),
+                static_cast<std::size_t>(from.columns * size_of(from.dtype)));
+  }
+}
+
+void clear_rows(Matrix matrix, std::int64_t first) {
+  for (std::int64_t row = first; row < matrix.rows; ++row) {
+    std::memset(matrix.at(row, 0), 0,
+                static_cast<std::size_t>(matrix.columns * size_of(matrix.dtype)));
+  }
+}
+
+}  // namespace
 
 void product(Worker& worker, Matrix a, Transpose transpose_a, Matrix b, Transpose transpose_b,
              Matrix c, bool accumulate) {
@@ -175,26 +206,18 @@ void product(Worker& worker, Matrix a, Transpose transpose_a, Matrix b, Transpos
   const std::int64_t k = ta ? a.rows : a.columns;
   const std::int64_t n = tb ? b.rows : b.columns;
   TESSERA_CHECK(k == (tb ? b.columns : b.rows) && m == c.rows && n == c.columns);
+  TESSERA_CHECK(a.dtype == b.dtype && (c.dtype == a.dtype || c.dtype == DType::kF32));
+  TESSERA_CHECK(!accumulate || c.dtype == DType::kF32);
   if (m == 0 || n == 0) return;
   if (k == 0) {
-    if (accumulate) return;
-    for (std::int64_t i = 0; i < m; ++i) std::fill_n(c.data + i * c.stride, n, 0.0F);
+    if (!accumulate) clear_rows(c, 0);
     return;
   }
   worker.products()
-      .find_or_prepare({m, n, k, a.stride, b.stride, c.stride, ta, tb, accumulate})
+      .find_or_prepare(
+          {m, n, k, a.stride, b.stride, c.stride, ta, tb, accumulate, a.dtype, c.dtype})
       .run(a.data, b.data, c.data);
 }
-
-namespace {
-
-void copy_rows(Matrix to, Matrix from) {
-  for (std::int64_t row = 0; row < from.rows; ++row) {
-    std::copy_n(from.data + row * from.stride, from.columns, to.data + row * to.stride);
-  }
-}
-
-}  // namespace
 
 void product_of_rows(Worker& worker, std::int64_t tile_rows, Matrix a, Matrix b,
                      Transpose transpose_b, Matrix c, bool accumulate) {
@@ -204,14 +227,15 @@ void product_of_rows(Worker& worker, std::int64_t tile_rows, Matrix a, Matrix b,
     return;
   }
   // The scratch has the operands' own strides, so that the prepared product is the very same.
-  Matrix padded_a = {worker.products().scratch(0, tile_rows * a.stride), tile_rows, a.columns,
-                     a.stride};
-  Matrix padded_c = {worker.products().scratch(1, tile_rows * c.stride), tile_rows, c.columns,
-                     c.stride};
-  for (std::int64_t row = a.rows; row < tile_rows; ++row) {
-    std::fill_n(padded_a.data + row * a.stride, a.columns, 0.0F);
-    std::fill_n(padded_c.data + row * c.stride, c.columns, 0.0F);
-  }
+  const auto padded = [&](std::size_t which, const Matrix& like) {
+    const std::int64_t bytes = tile_rows * like.stride * size_of(like.dtype);
+    return Matrix(like.dtype, worker.products().scratch(which, bytes), tile_rows, like.columns,
+                  like.stride);
+  };
+  Matrix padded_a = padded(0, a);
+  Matrix padded_c = padded(1, c);
+  clear_rows(padded_a, a.rows);
+  clear_rows(padded_c, c.rows);
   copy_rows(padded_a, a);
   if (accumulate) copy_rows(padded_c, c);
   product(worker, padded_a, Transpose::kNo, b, transpose_b, padded_c, accumulate);
@@ -227,7 +251,7 @@ constexpr std::int64_t kPieceColumns = 1024;
 
 Matrix block(Matrix from, std::int64_t row, std::int64_t rows, std::int64_t column,
              std::int64_t columns) {
-  return {from.data + row * from.stride + column, rows, columns, from.stride};
+  return {from.dtype, from.at(row, column), rows, columns, from.stride};
 }
 
 // Calls body(worker, row, rows, column, columns) for each piece of an output of this size.

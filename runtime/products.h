@@ -1,7 +1,8 @@
 // Matrix products on oneDNN under the CANONICAL rules: static shapes, one thread a library call,
 // work cut by shape. A row of a product has the same bits whatever the number of rows, and nothing
 // depends on the number of threads. All matrices are row-major with a stride between rows (in
-// elements); f32.
+// elements); operands are both f32 or both bf16, a result is f32 or of the operands' type, and
+// sums are formed in f32.
 #pragma once
 
 #include <cstdint>
@@ -12,10 +13,26 @@
 namespace tessera {
 
 struct Matrix {
-  float* data = nullptr;
+  Matrix() = default;
+  Matrix(DType type, void* elements, std::int64_t row_count, std::int64_t column_count,
+         std::int64_t row_stride)
+      : data(static_cast<std::byte*>(elements)),
+        rows(row_count),
+        columns(column_count),
+        stride(row_stride),
+        dtype(type) {}
+  template <class T>
+  Matrix(T* elements, std::int64_t row_count, std::int64_t column_count, std::int64_t row_stride)
+      : Matrix(dtype_of<T>(), elements, row_count, column_count, row_stride) {}
+  std::byte* at(std::int64_t row, std::int64_t column) const {
+    return data + (row * stride + column) * size_of(dtype);
+  }
+
+  std::byte* data = nullptr;
   std::int64_t rows = 0;
   std::int64_t columns = 0;
   std::int64_t stride = 0;  // elements from one row to the next, >= columns
+  DType dtype = DType::kF32;
 };
 // A view of rank >= 1 as [all but the last axis, last axis].
 Matrix matrix(const View& view);
@@ -28,12 +45,16 @@ enum class Transpose : std::uint8_t { kNo, kYes };
 void product(Worker& worker, Matrix a, Transpose transpose_a, Matrix b, Transpose transpose_b,
              Matrix c, bool accumulate);
 
-// C = A op(B), or C += A op(B), computed with exactly `tile_rows` rows (A's missing ones are zeros
-// in the worker's own scratch; a.rows <= tile_rows). The library picks its kernel by shape and
-// stride, and different kernels round differently: a row has the same bits for every number of rows
-// only when the shape that computes it is the same. Tails of row tiles go through this.
+// C = A op(B), or C += A op(B) (C f32), computed with exactly `tile_rows` rows (A's missing ones
+// are zeros in the worker's own scratch; a.rows <= tile_rows). The library picks its kernel by
+// shape and stride, and different kernels round differently: a row has the same bits for every
+// number of rows only when the shape that computes it is the same. Tails of row tiles go through
+// this.
 void product_of_rows(Worker& worker, std::int64_t tile_rows, Matrix a, Matrix b,
                      Transpose transpose_b, Matrix c, bool accumulate);
+
+// Whether this CPU has products of this type of operand (bf16 needs AVX-512).
+bool has_products(DType dtype);
 
 // The library and its version, as the log states it: bits depend on it.
 std::string products_library();

@@ -7,6 +7,8 @@
 #include <memory>
 #include <vector>
 
+#include "runtime/view.h"
+
 namespace tessera {
 
 struct PreparedProduct;
@@ -15,6 +17,7 @@ struct ProductKey {
   std::int64_t m, n, k;
   std::int64_t stride_a, stride_b, stride_c;
   bool transpose_a, transpose_b, accumulate;
+  DType operands, result;
   bool operator==(const ProductKey&) const = default;
 };
 
@@ -24,9 +27,9 @@ class ProductCache {
   ProductCache();
   ~ProductCache();
   PreparedProduct& find_or_prepare(const ProductKey& key);
-  // Room for `count` floats; kept, so that a size is allocated once. Two are enough: an operand
-  // and a result.
-  float* scratch(std::size_t which, std::int64_t count);
+  // Room for so many bytes; kept, so that a size is allocated once. Two are enough: an operand and
+  // a result.
+  std::byte* scratch(std::size_t which, std::int64_t bytes);
 
  private:
   void grow();
@@ -36,7 +39,7 @@ class ProductCache {
   };
   std::vector<Slot> slots_;
   std::size_t used_ = 0;
-  std::array<std::vector<float>, 2> scratch_;
+  std::array<std::vector<std::byte>, 2> scratch_;
 };
 
 }  // namespace tessera

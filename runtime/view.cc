@@ -8,6 +8,8 @@ std::int64_t size_of(DType dtype) {
     case DType::kI32:
     case DType::kU32:
       return 4;
+    case DType::kBF16:
+      return 2;
     case DType::kF64:
     case DType::kI64:
       return 8;
@@ -19,6 +21,8 @@ const char* name_of(DType dtype) {
   switch (dtype) {
     case DType::kF32:
       return "f32";
+    case DType::kBF16:
+      return "bf16";
     case DType::kF64:
       return "f64";
     case DType::kI32:

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <array>
+#include <bit>
 #include <cstddef>
 #include <cstdint>
 #include <initializer_list>
@@ -12,7 +13,25 @@
 
 namespace tessera {
 
-enum class DType : std::uint8_t { kF32, kF64, kI32, kU32, kI64 };
+enum class DType : std::uint8_t { kF32, kBF16, kF64, kI32, kU32, kI64 };
+
+// The upper half of an f32: 8 bits of exponent, 8 of significand with the hidden one.
+struct BFloat16 {
+  std::uint16_t bits = 0;
+  bool operator==(const BFloat16&) const = default;
+};
+
+// To the nearest, ties to even; too large becomes infinity, NaN stays NaN.
+inline BFloat16 to_bfloat16(float value) {
+  const auto bits = std::bit_cast<std::uint32_t>(value);
+  if ((bits & 0x7FFFFFFFU) > 0x7F800000U) {
+    return {static_cast<std::uint16_t>(bits >> 16U | 0x40U)};
+  }
+  return {static_cast<std::uint16_t>((bits + 0x7FFFU + (bits >> 16U & 1U)) >> 16U)};
+}
+inline float to_float(BFloat16 value) {
+  return std::bit_cast<float>(static_cast<std::uint32_t>(value.bits) << 16U);
+}
 
 std::int64_t size_of(DType dtype);
 const char* name_of(DType dtype);
@@ -22,6 +41,10 @@ DType dtype_of();
 template <>
 inline DType dtype_of<float>() {
   return DType::kF32;
+}
+template <>
+inline DType dtype_of<BFloat16>() {
+  return DType::kBF16;
 }
 template <>
 inline DType dtype_of<double>() {

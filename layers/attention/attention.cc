@@ -18,21 +18,24 @@ HWY_INLINE hn::Mask<Floats> inside(std::int64_t column, std::int64_t begin, std:
 }
 
 // One tile of the online softmax. scores [tile, tile] become probabilities relative to the new
-// maximum, 0 outside the row's visible columns [begin[r], end[r]); row_max, row_sum and
-// correction [tile] are updated: correction is what the sums so far are to be multiplied by.
-void softmax_tile(float* scores, const std::int64_t* begin, const std::int64_t* end, float scale,
-                  float* row_max, float* row_sum, float* correction) {
+// maximum, 0 outside the row's visible columns [begin[r], end[r]), of type T, each row where its
+// scores began; row_max, row_sum and correction [tile] are updated: correction is what the sums so
+// far are to be multiplied by.
+template <class T>
+HWY_INLINE void softmax_tile_as(float* scores, const std::int64_t* begin, const std::int64_t* end,
+                                float scale, float* row_max, float* row_sum, float* correction) {
   const Floats d;
   const std::int64_t step = lanes();
   const FloatVector factor = hn::Set(d, scale);
   const FloatVector lowest = hn::Set(d, -std::numeric_limits<float>::infinity());
   HWY_ALIGN float tile_sum[kAttentionTile];
   for (std::int64_t r = 0; r < kAttentionTile; ++r) {
-    float* const row = scores + r * kAttentionTile;
+    const float* const row = scores + r * kAttentionTile;
+    T* const out = reinterpret_cast<T*>(scores + r * kAttentionTile);
     correction[r] = 0.0F;
     tile_sum[r] = 0.0F;
     if (begin[r] >= end[r]) {
-      for (std::int64_t c = 0; c < kAttentionTile; c += step) hn::StoreU(hn::Zero(d), d, row + c);
+      for (std::int64_t c = 0; c < kAttentionTile; c += step) store(hn::Zero(d), out + c, step);
       continue;
     }
     const std::int64_t first = begin[r] / step * step;
@@ -46,15 +49,15 @@ void softmax_tile(float* scores, const std::int64_t* begin, const std::int64_t* 
     const FloatVector shift = hn::Set(d, new_max);
     FloatVector sum = hn::Zero(d);
     std::int64_t c = 0;
-    for (; c < first; c += step) hn::StoreU(hn::Zero(d), d, row + c);
+    for (; c < first; c += step) store(hn::Zero(d), out + c, step);
     for (; c < end[r]; c += step) {
       const FloatVector s = hn::Mul(hn::LoadU(d, row + c), factor);
       const FloatVector p =
           hn::IfThenElseZero(inside(c, begin[r], end[r]), exponential(hn::Sub(s, shift)));
       sum = hn::Add(sum, p);
-      hn::StoreU(p, d, row + c);
+      store(p, out + c, step);
     }
-    for (; c < kAttentionTile; c += step) hn::StoreU(hn::Zero(d), d, row + c);
+    for (; c < kAttentionTile; c += step) store(hn::Zero(d), out + c, step);
     correction[r] = row_max[r] - new_max;
     row_max[r] = new_max;
     tile_sum[r] = sum_of(sum);
@@ -63,6 +66,15 @@ void softmax_tile(float* scores, const std::int64_t* begin, const std::int64_t* 
     const FloatVector c = exponential(hn::LoadU(d, correction + r));
     hn::StoreU(c, d, correction + r);
     hn::StoreU(hn::MulAdd(hn::LoadU(d, row_sum + r), c, hn::Load(d, tile_sum + r)), d, row_sum + r);
+  }
+}
+
+void softmax_tile(DType dtype, float* scores, const std::int64_t* begin, const std::int64_t* end,
+                  float scale, float* row_max, float* row_sum, float* correction) {
+  if (dtype == DType::kF32) {
+    softmax_tile_as<float>(scores, begin, end, scale, row_max, row_sum, correction);
+  } else {
+    softmax_tile_as<BFloat16>(scores, begin, end, scale, row_max, row_sum, correction);
   }
 }
 
@@ -77,27 +89,32 @@ void scale_rows(float* rows, const float* factors, std::int64_t width) {
   }
 }
 
-void divide_row(const float* from, float divisor, float* to, std::int64_t width) {
+void divide_row(const float* from, float divisor, Elements to, std::int64_t width) {
   const FloatVector by = hn::Set(Floats(), divisor);
   for_vectors(width, [&](std::int64_t i, std::int64_t count)
                          HWY_ATTR { store(hn::Div(load(from + i, count), by), to + i, count); });
 }
 
-// scores -> probabilities p, d_p -> d_scores = p (d_p - delta) scale; 0 where not visible.
-void backward_tile(float* scores, float* d_p, const std::int64_t* begin, const std::int64_t* end,
-                   float scale, const float* log_sum_exp, const float* delta) {
+// scores -> probabilities p, d_p -> d_scores = p (d_p - delta) scale; 0 where not visible. The
+// results are of type T, each row where it began.
+template <class T>
+HWY_INLINE void backward_tile_as(float* scores, float* d_p, const std::int64_t* begin,
+                                 const std::int64_t* end, float scale, const float* log_sum_exp,
+                                 const float* delta) {
   const Floats d;
   const std::int64_t step = lanes();
   const FloatVector factor = hn::Set(d, scale);
   for (std::int64_t r = 0; r < kAttentionTile; ++r) {
-    float* const row = scores + r * kAttentionTile;
-    float* const d_row = d_p + r * kAttentionTile;
+    const float* const row = scores + r * kAttentionTile;
+    const float* const d_row = d_p + r * kAttentionTile;
+    T* const out = reinterpret_cast<T*>(scores + r * kAttentionTile);
+    T* const d_out = reinterpret_cast<T*>(d_p + r * kAttentionTile);
     const FloatVector shift = hn::Set(d, log_sum_exp[r]);
     const FloatVector mean = hn::Set(d, delta[r]);
     for (std::int64_t c = 0; c < kAttentionTile; c += step) {
       if (c + step <= begin[r] || c >= end[r]) {
-        hn::StoreU(hn::Zero(d), d, row + c);
-        hn::StoreU(hn::Zero(d), d, d_row + c);
+        store(hn::Zero(d), out + c, step);
+        store(hn::Zero(d), d_out + c, step);
         continue;
       }
       const auto visible = inside(c, begin[r], end[r]);
@@ -105,13 +122,23 @@ void backward_tile(float* scores, float* d_p, const std::int64_t* begin, const s
       const FloatVector p = hn::IfThenElseZero(visible, exponential(hn::Sub(s, shift)));
       const FloatVector gradient =
           hn::Mul(hn::Mul(p, hn::Sub(hn::LoadU(d, d_row + c), mean)), factor);
-      hn::StoreU(p, d, row + c);
-      hn::StoreU(hn::IfThenElseZero(visible, gradient), d, d_row + c);
+      store(p, out + c, step);
+      store(hn::IfThenElseZero(visible, gradient), d_out + c, step);
     }
   }
 }
 
-double dot(const float* a, const float* b, std::int64_t n) {
+void backward_tile(DType dtype, float* scores, float* d_p, const std::int64_t* begin,
+                   const std::int64_t* end, float scale, const float* log_sum_exp,
+                   const float* delta) {
+  if (dtype == DType::kF32) {
+    backward_tile_as<float>(scores, d_p, begin, end, scale, log_sum_exp, delta);
+  } else {
+    backward_tile_as<BFloat16>(scores, d_p, begin, end, scale, log_sum_exp, delta);
+  }
+}
+
+double dot(Elements a, Elements b, std::int64_t n) {
   DoubleSum sum;
   for_vectors(n, [&](std::int64_t i, std::int64_t count)
                      HWY_ATTR { sum.add_product(load(a + i, count), load(b + i, count)); });
@@ -126,6 +153,7 @@ HWY_AFTER_NAMESPACE();
 #include <algorithm>
 #include <array>
 #include <cmath>
+#include <cstring>
 
 #include "runtime/products.h"
 
@@ -170,6 +198,11 @@ struct Visibility {
   }
 };
 
+// Values of this type where a tile of scores was, each row at the start of its scores.
+Matrix in_place(DType dtype, float* scores) {
+  return {dtype, scores, kTile, kTile, kTile * size_of(DType::kF32) / size_of(dtype)};
+}
+
 Visibility visibility(const AttentionShape& shape, const View& segments, std::int64_t sequence) {
   return {segments.as<std::int32_t>() + sequence * shape.batch.length, shape.batch.length,
           shape.window};
@@ -189,62 +222,64 @@ void attention_forward(Queue& queue, const AttentionShape& shape, const View& se
   const std::int64_t width = shape.head_width;
   const std::int64_t room_size = shape.tile_room()[1];
   TESSERA_CHECK(queue.threads() <= shape.batch.threads);
-  float* const queries = q.as<float>();
-  float* const keys = k.as<float>();
-  float* const values = v.as<float>();
-  float* const result = out.as<float>();
+  const DType dtype = q.dtype();
+  const Elements queries = elements(q), keys = elements(k), values = elements(v);
+  const Elements result = elements(out);
   float* const lse = log_sum_exp.as<float>();
   float* const rooms = tile_room.as<float>();
-  queue.parallel_for(shape.batch.batch * shape.heads * tiles, [&](std::int64_t piece,
-                                                                  Worker& worker) {
-    // Long rows of tiles first: the threads end together.
-    const std::int64_t query_tile = tiles - 1 - piece % tiles;
-    const std::int64_t sequence = piece / tiles / shape.heads;
-    const std::int64_t head = piece / tiles % shape.heads;
-    const std::int64_t shared = sequence * shape.key_value_heads + head / shape.group();
-    float* const scores = rooms + worker.index() * room_size;
-    float* const sums = scores + kScores;
-    float* const row_max = sums + kTile * width;
-    float* const row_sum = row_max + kTile;
-    float* const correction = row_sum + kTile;
-    std::fill_n(row_max, kTile, -std::numeric_limits<float>::infinity());
-    std::fill_n(row_sum, kTile, 0.0F);
+  queue.parallel_for(
+      shape.batch.batch * shape.heads * tiles, [&](std::int64_t piece, Worker& worker) {
+        // Long rows of tiles first: the threads end together.
+        const std::int64_t query_tile = tiles - 1 - piece % tiles;
+        const std::int64_t sequence = piece / tiles / shape.heads;
+        const std::int64_t head = piece / tiles % shape.heads;
+        const std::int64_t shared = sequence * shape.key_value_heads + head / shape.group();
+        float* const scores = rooms + worker.index() * room_size;
+        float* const sums = scores + kScores;
+        float* const row_max = sums + kTile * width;
+        float* const row_sum = row_max + kTile;
+        float* const correction = row_sum + kTile;
+        std::fill_n(row_max, kTile, -std::numeric_limits<float>::infinity());
+        std::fill_n(row_sum, kTile, 0.0F);
 
-    const Visibility sees = visibility(shape, segments, sequence);
-    const Matrix query = {
-        queries + ((sequence * shape.heads + head) * tiles + query_tile) * kTile * width, kTile,
-        width, width};
-    const Matrix score = {scores, kTile, kTile, kTile};
-    const Matrix sum = {sums, kTile, width, width};
-    const std::int64_t first = sees.first_tile(query_tile);
-    for (std::int64_t key_tile = first; key_tile <= query_tile; ++key_tile) {
-      const std::int64_t at = (shared * tiles + key_tile) * kTile * width;
-      product(worker, query, Transpose::kNo, {keys + at, kTile, width, width}, Transpose::kYes,
-              score, false);
-      Columns begin, end;
-      sees.columns(query_tile, key_tile, begin, end);
-      HWY_DYNAMIC_DISPATCH(softmax_tile)
-      (scores, begin.data(), end.data(), static_cast<float>(scale), row_max, row_sum, correction);
-      if (key_tile > first) HWY_DYNAMIC_DISPATCH(scale_rows)(sums, correction, width);
-      product(worker, score, Transpose::kNo, {values + at, kTile, width, width}, Transpose::kNo,
-              sum, key_tile > first);
-    }
-    for (std::int64_t r = 0; r < kTile; ++r) {
-      const std::int64_t i = query_tile * kTile + r;
-      const bool blind = row_sum[r] == 0.0F;
-      lse[(sequence * shape.heads + head) * shape.padded() + i] =
-          blind ? 0.0F
-                : static_cast<float>(static_cast<double>(row_max[r]) +
-                                     std::log(static_cast<double>(row_sum[r])));
-      if (i >= length) continue;
-      float* const row = result + ((sequence * length + i) * shape.heads + head) * width;
-      if (blind) {
-        std::fill_n(row, width, 0.0F);
-      } else {
-        HWY_DYNAMIC_DISPATCH(divide_row)(sums + r * width, row_sum[r], row, width);
-      }
-    }
-  });
+        const Visibility sees = visibility(shape, segments, sequence);
+        const auto tile = [&](const Elements& of, std::int64_t owner, std::int64_t index) {
+          return Matrix(dtype, (of + (owner * tiles + index) * kTile * width).data, kTile, width,
+                        width);
+        };
+        const Matrix query = tile(queries, sequence * shape.heads + head, query_tile);
+        const Matrix score = {scores, kTile, kTile, kTile};
+        const Matrix probability = in_place(dtype, scores);
+        const Matrix sum = {sums, kTile, width, width};
+        const std::int64_t first = sees.first_tile(query_tile);
+        for (std::int64_t key_tile = first; key_tile <= query_tile; ++key_tile) {
+          product(worker, query, Transpose::kNo, tile(keys, shared, key_tile), Transpose::kYes,
+                  score, false);
+          Columns begin, end;
+          sees.columns(query_tile, key_tile, begin, end);
+          HWY_DYNAMIC_DISPATCH(softmax_tile)
+          (dtype, scores, begin.data(), end.data(), static_cast<float>(scale), row_max, row_sum,
+           correction);
+          if (key_tile > first) HWY_DYNAMIC_DISPATCH(scale_rows)(sums, correction, width);
+          product(worker, probability, Transpose::kNo, tile(values, shared, key_tile),
+                  Transpose::kNo, sum, key_tile > first);
+        }
+        for (std::int64_t r = 0; r < kTile; ++r) {
+          const std::int64_t i = query_tile * kTile + r;
+          const bool blind = row_sum[r] == 0.0F;
+          lse[(sequence * shape.heads + head) * shape.padded() + i] =
+              blind ? 0.0F
+                    : static_cast<float>(static_cast<double>(row_max[r]) +
+                                         std::log(static_cast<double>(row_sum[r])));
+          if (i >= length) continue;
+          const Elements row = result + ((sequence * length + i) * shape.heads + head) * width;
+          if (blind) {
+            std::memset(row.data, 0, static_cast<std::size_t>(width * size_of(dtype)));
+          } else {
+            HWY_DYNAMIC_DISPATCH(divide_row)(sums + r * width, row_sum[r], row, width);
+          }
+        }
+      });
 }
 
 void attention_backward(Queue& queue, const AttentionShape& shape, const View& segments,
@@ -258,9 +293,10 @@ void attention_backward(Queue& queue, const AttentionShape& shape, const View& s
   const std::int64_t tile_size = kTile * width;
   const std::int64_t room_size = shape.tile_room()[1];
   TESSERA_CHECK(queue.threads() <= shape.batch.threads);
-  float* const result = out.as<float>();
-  float* const d_result = d_out.as<float>();
-  float* const d_rows = d_out_by_head.as<float>();
+  const DType dtype = q.dtype();
+  const std::int64_t element = size_of(dtype);
+  const Elements result = elements(out), d_result = elements(d_out);
+  const Elements d_rows = elements(d_out_by_head);
   float* const means = delta.as<float>();
 
   // delta_i = d_out_i . out_i, and d_out by head.
@@ -270,12 +306,14 @@ void attention_backward(Queue& queue, const AttentionShape& shape, const View& s
       const std::int64_t to = (sequence * shape.heads + head) * shape.padded();
       for (std::int64_t i = piece % tiles * kTile; i < (piece % tiles + 1) * kTile; ++i) {
         if (i >= length) {
-          std::fill_n(d_rows + (to + i) * width, width, 0.0F);
+          std::memset((d_rows + (to + i) * width).data, 0,
+                      static_cast<std::size_t>(width * element));
           means[to + i] = 0.0F;
           continue;
         }
         const std::int64_t from = ((sequence * length + i) * shape.heads + head) * width;
-        std::copy_n(d_result + from, width, d_rows + (to + i) * width);
+        std::memcpy((d_rows + (to + i) * width).data, (d_result + from).data,
+                    static_cast<std::size_t>(width * element));
         means[to + i] =
             static_cast<float>(HWY_DYNAMIC_DISPATCH(dot)(d_result + from, result + from, width));
       }
@@ -289,10 +327,14 @@ void attention_backward(Queue& queue, const AttentionShape& shape, const View& s
         sequence * shape.key_value_heads + piece % shape.heads / shape.group();
     const Visibility sees = visibility(shape, segments, sequence);
     float* const room = tile_room.as<float>() + worker.index() * room_size;
+    float* const d_room = room + kScores;
     const Matrix score = {room, kTile, kTile, kTile};
-    const Matrix d_score = {room + kScores, kTile, kTile, kTile};
+    const Matrix d_score = {d_room, kTile, kTile, kTile};
+    const Matrix probability = in_place(dtype, room);
+    const Matrix d_product = in_place(dtype, d_room);
     const auto tile = [&](const View& view, std::int64_t owner, std::int64_t index) {
-      return Matrix{view.as<float>() + (owner * tiles + index) * tile_size, kTile, width, width};
+      return Matrix(view.dtype(), (elements(view) + (owner * tiles + index) * tile_size).data,
+                    kTile, width, width);
     };
     for (std::int64_t key_tile = 0; key_tile < tiles; ++key_tile) {
       const Matrix key = tile(k, shared, key_tile);
@@ -315,14 +357,14 @@ void attention_backward(Queue& queue, const AttentionShape& shape, const View& s
         Columns begin, end;
         sees.columns(query_tile, key_tile, begin, end);
         HWY_DYNAMIC_DISPATCH(backward_tile)
-        (score.data, d_score.data, begin.data(), end.data(), static_cast<float>(scale),
+        (dtype, room, d_room, begin.data(), end.data(), static_cast<float>(scale),
          log_sum_exp.as<float>() + row, means + row);
         // A tile of queries meets its own tile of keys first of all that look at that one.
         const bool more = query_tile > key_tile;
-        product(worker, score, Transpose::kYes, d_row, Transpose::kNo, d_value, more);
-        product(worker, d_score, Transpose::kYes, query, Transpose::kNo, d_key, more);
-        product(worker, d_score, Transpose::kNo, key, Transpose::kNo, tile(d_q, piece, query_tile),
-                key_tile > first);
+        product(worker, probability, Transpose::kYes, d_row, Transpose::kNo, d_value, more);
+        product(worker, d_product, Transpose::kYes, query, Transpose::kNo, d_key, more);
+        product(worker, d_product, Transpose::kNo, key, Transpose::kNo,
+                tile(d_q, piece, query_tile), key_tile > first);
       }
     }
   });

@@ -34,7 +34,8 @@ struct AttentionShape {
   Shape tile_room() const;
 };
 
-// q [queries()], k, v [keys()], zero from position T on; segments [B, T] i32.
+// q [queries()], k, v [keys()], zero from position T on, all f32 or all bf16, as are out and d_out;
+// segments [B, T] i32; log_sum_exp, delta and the gradients are f32.
 // out [B*T, heads*head_width] = softmax(q k' scale) v; log_sum_exp [rows()]. Both are overwritten.
 // A position that sees nothing gives 0.
 void attention_forward(Queue& queue, const AttentionShape& shape, const View& segments,
@@ -43,7 +44,8 @@ void attention_forward(Queue& queue, const AttentionShape& shape, const View& se
 
 // The probabilities are computed again from log_sum_exp. d_out [B*T, heads*head_width].
 // d_q, d_k, d_v [queries()], overwritten; those of keys and values are per *query* head, to be
-// summed over each group (merge_heads). Scratch: d_out_by_head [queries()], delta [rows()].
+// summed over each group (merge_heads). Scratch: d_out_by_head [queries()] of q's type, delta
+// [rows()].
 void attention_backward(Queue& queue, const AttentionShape& shape, const View& segments,
                         double scale, const View& q, const View& k, const View& v, const View& out,
                         const View& log_sum_exp, const View& d_out, const View& d_out_by_head,

@@ -39,6 +39,7 @@ AttentionMixer::AttentionMixer(const AttentionConfig& config, std::int64_t windo
       head_width_(require_range(path + ".head_width", config.head_width(), 2, kMaxHeadWidth)),
       window_(window),
       norm_(config.query_key_norm()),
+      dtype_(context.compute),
       scale_(1.0 / std::sqrt(static_cast<double>(head_width_))),
       deviation_(context.model.init_deviation()),
       output_deviation_(context.output_deviation()) {
@@ -77,14 +78,14 @@ std::vector<ParameterSpec> AttentionMixer::parameters() const {
 std::vector<BufferSpec> AttentionMixer::saved(BatchShape batch) const {
   const AttentionShape shape = shape_of(batch);
   const std::int64_t rows = batch.rows();
-  std::vector<BufferSpec> list = {{"q", DType::kF32, shape.queries()},
-                                  {"k", DType::kF32, shape.keys()},
-                                  {"v", DType::kF32, shape.keys()},
-                                  {"attention", DType::kF32, {rows, heads_ * head_width_}},
+  std::vector<BufferSpec> list = {{"q", dtype_, shape.queries()},
+                                  {"k", dtype_, shape.keys()},
+                                  {"v", dtype_, shape.keys()},
+                                  {"attention", dtype_, {rows, heads_ * head_width_}},
                                   {"log_sum_exp", DType::kF32, shape.rows()}};
   if (norm_) {
-    list.push_back({"q_raw", DType::kF32, {rows * heads_, head_width_}});
-    list.push_back({"k_raw", DType::kF32, {rows * key_value_heads_, head_width_}});
+    list.push_back({"q_raw", dtype_, {rows * heads_, head_width_}});
+    list.push_back({"k_raw", dtype_, {rows * key_value_heads_, head_width_}});
     list.push_back({"q_inverse_rms", DType::kF32, {rows * heads_}});
     list.push_back({"k_inverse_rms", DType::kF32, {rows * key_value_heads_}});
   }
@@ -94,13 +95,13 @@ std::vector<BufferSpec> AttentionMixer::saved(BatchShape batch) const {
 std::vector<BufferSpec> AttentionMixer::scratch(BatchShape batch) const {
   const AttentionShape shape = shape_of(batch);
   const std::int64_t rows = batch.rows();
-  std::vector<BufferSpec> list = {{"rows_q", DType::kF32, {rows, heads_ * head_width_}},
-                                  {"d_out_by_head", DType::kF32, shape.queries()},
+  std::vector<BufferSpec> list = {{"rows_q", dtype_, {rows, heads_ * head_width_}},
+                                  {"d_out_by_head", dtype_, shape.queries()},
                                   {"d_q", DType::kF32, shape.queries()},
                                   {"d_k", DType::kF32, shape.queries()},
                                   {"d_v", DType::kF32, shape.queries()},
-                                  {"rows_k", DType::kF32, {rows, key_value_heads_ * head_width_}},
-                                  {"rows_v", DType::kF32, {rows, key_value_heads_ * head_width_}},
+                                  {"rows_k", dtype_, {rows, key_value_heads_ * head_width_}},
+                                  {"rows_v", dtype_, {rows, key_value_heads_ * head_width_}},
                                   {"delta", DType::kF32, shape.rows()},
                                   {"tiles", DType::kF32, shape.tile_room()}};
   if (norm_) {
@@ -126,9 +127,9 @@ void AttentionMixer::forward(Queue& queue, const Batch& batch, const View& in, c
   const Matrix x = matrix(in);
   const Shape q_rows = {batch.shape.rows(), heads_ * head_width_};
   const Shape kv_rows = {batch.shape.rows(), key_value_heads_ * head_width_};
-  const View rows_q = shaped(scratch[kRowsQ], q_rows);
-  const View rows_k = shaped(scratch[kRowsK], kv_rows);
-  const View rows_v = shaped(scratch[kRowsV], kv_rows);
+  const View rows_q = shaped(scratch[kRowsQ], dtype_, q_rows);
+  const View rows_k = shaped(scratch[kRowsK], dtype_, kv_rows);
+  const View rows_v = shaped(scratch[kRowsV], dtype_, kv_rows);
   if (norm_) {
     linear_forward(queue, x, matrix(p[kWq]), matrix(saved[kRawQ].reshaped(rows_q.shape())));
     linear_forward(queue, x, matrix(p[kWk]), matrix(saved[kRawK].reshaped(rows_k.shape())));
@@ -143,7 +144,8 @@ void AttentionMixer::forward(Queue& queue, const Batch& batch, const View& in, c
   split_heads(queue, batch.shape, rope_.get(), rows_k, saved[kK]);
   split_heads(queue, batch.shape, nullptr, rows_v, saved[kV]);
   attention_forward(queue, shape, batch.segments, scale_, saved[kQ], saved[kK], saved[kV],
-                    saved[kOut], saved[kLogSumExp], scratch[kTiles]);
+                    saved[kOut], saved[kLogSumExp],
+                    shaped(scratch[kTiles], DType::kF32, shape.tile_room()));
   linear_forward(queue, matrix(saved[kOut]), matrix(p[kWo]), matrix(out));
 }
 
@@ -155,27 +157,30 @@ void AttentionMixer::backward(Queue& queue, const Batch& batch, const View& in, 
   const Matrix x = matrix(in), d_y = matrix(d_out), d_x = matrix(d_in);
   const Shape q_rows = {batch.shape.rows(), heads_ * head_width_};
   const Shape kv_rows = {batch.shape.rows(), key_value_heads_ * head_width_};
-  const View rows_q = shaped(scratch[kRowsQ], q_rows);
-  const View rows_k = shaped(scratch[kRowsK], kv_rows);
-  const View rows_v = shaped(scratch[kRowsV], kv_rows);
+  const View rows_q = shaped(scratch[kRowsQ], dtype_, q_rows);
+  const View rows_k = shaped(scratch[kRowsK], dtype_, kv_rows);
+  const View rows_v = shaped(scratch[kRowsV], dtype_, kv_rows);
 
-  const View d_q = shaped(scratch[kDQ], shape.queries());
-  const View d_k = shaped(scratch[kDK], shape.queries());
-  const View d_v = shaped(scratch[kDV], shape.queries());
+  const View d_q = shaped(scratch[kDQ], DType::kF32, shape.queries());
+  const View d_k = shaped(scratch[kDK], DType::kF32, shape.queries());
+  const View d_v = shaped(scratch[kDV], DType::kF32, shape.queries());
 
   linear_backward_weight(queue, d_y, matrix(saved[kOut]), matrix(d_parameters[kWo]), false);
   linear_backward_input(queue, d_y, matrix(p[kWo]), matrix(rows_q), false);
   attention_backward(queue, shape, batch.segments, scale_, saved[kQ], saved[kK], saved[kV],
-                     saved[kOut], saved[kLogSumExp], rows_q, scratch[kDOutByHead], scratch[kDelta],
-                     d_q, d_k, d_v, scratch[kTiles]);
+                     saved[kOut], saved[kLogSumExp], rows_q,
+                     shaped(scratch[kDOutByHead], dtype_, shape.queries()),
+                     shaped(scratch[kDelta], DType::kF32, shape.rows()), d_q, d_k, d_v,
+                     shaped(scratch[kTiles], DType::kF32, shape.tile_room()));
   merge_heads(queue, batch.shape, rope_.get(), 1, d_q, rows_q);
   merge_heads(queue, batch.shape, rope_.get(), shape.group(), d_k, rows_k);
   merge_heads(queue, batch.shape, nullptr, shape.group(), d_v, rows_v);
   if (norm_) {
-    const View partial_q =
-        shaped(scratch[kPartialQ], {rms_norm_blocks(batch.shape.rows() * heads_), head_width_});
-    const View partial_k = shaped(
-        scratch[kPartialK], {rms_norm_blocks(batch.shape.rows() * key_value_heads_), head_width_});
+    const View partial_q = shaped(scratch[kPartialQ], DType::kF32,
+                                  {rms_norm_blocks(batch.shape.rows() * heads_), head_width_});
+    const View partial_k =
+        shaped(scratch[kPartialK], DType::kF32,
+               {rms_norm_blocks(batch.shape.rows() * key_value_heads_), head_width_});
     rms_norm_backward(queue, saved[kRawQ], p[kNormQ], saved[kInverseQ], rows_q, rows_q, false,
                       partial_q);
     rms_norm_backward(queue, saved[kRawK], p[kNormK], saved[kInverseK], rows_k, rows_k, false,

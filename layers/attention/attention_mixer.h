@@ -36,6 +36,7 @@ class AttentionMixer : public Layer {
 
   std::int64_t width_, heads_, key_value_heads_, head_width_, window_;
   bool norm_;
+  DType dtype_;
   double scale_, deviation_, output_deviation_;
   std::shared_ptr<const RopeTable> rope_;
 };

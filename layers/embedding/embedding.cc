@@ -1,12 +1,40 @@
+#undef HWY_TARGET_INCLUDE
+#define HWY_TARGET_INCLUDE "layers/embedding/embedding.cc"
+#include "hwy/foreach_target.h"
+// (after foreach_target)
+#include "layers/kernels/vector-inl.h"
+#include "layers/stack.h"
+
+HWY_BEFORE_NAMESPACE();
+namespace tessera {
+namespace HWY_NAMESPACE {
+
+void copy_row(Elements from, float* to, std::int64_t n) {
+  for_vectors(n, [&](std::int64_t i, std::int64_t count)
+                     HWY_ATTR { store(load(from + i, count), to + i, count); });
+}
+
+void add_row(const float* from, float* to, std::int64_t n) {
+  for_vectors(n, [&](std::int64_t i, std::int64_t count) HWY_ATTR {
+    store(hn::Add(load(to + i, count), load(from + i, count)), to + i, count);
+  });
+}
+
+}  // namespace HWY_NAMESPACE
+}  // namespace tessera
+HWY_AFTER_NAMESPACE();
+
+#if HWY_ONCE
 #include <algorithm>
 #include <string>
 
 #include "layers/configuration.h"
 #include "layers/kernels/elementwise.h"
-#include "layers/stack.h"
 
 namespace tessera {
 namespace {
+HWY_EXPORT(copy_row);
+HWY_EXPORT(add_row);
 
 // The gradient is cut into ranges of tokens and of columns; each piece walks over all positions.
 constexpr std::int64_t kTokensPerPiece = 2048;
@@ -38,14 +66,14 @@ void Embedding::forward(Queue& queue, const Batch& batch, std::span<const View> 
                         const View& x) const {
   const std::int64_t rows = batch.shape.rows();
   const std::uint32_t* const tokens = batch.tokens.as<std::uint32_t>();
-  const float* const weight = parameters[0].as<float>();
+  const Elements weight = elements(parameters[0]);
   float* const out = x.as<float>();
   queue.parallel_for(pieces_of(rows, kRowsPerPiece), [&](std::int64_t piece, Worker&) {
     const std::int64_t end = std::min(rows, (piece + 1) * kRowsPerPiece);
     for (std::int64_t row = piece * kRowsPerPiece; row < end; ++row) {
       const std::int64_t token = tokens[row];
       if (token >= vocabulary_) refuse_token(batch, row, token, vocabulary_);
-      std::copy_n(weight + token * width_, width_, out + row * width_);
+      HWY_DYNAMIC_DISPATCH(copy_row)(weight + token * width_, out + row * width_, width_);
     }
   });
 }
@@ -70,11 +98,11 @@ void Embedding::backward(Queue& queue, const Batch& batch, const View& d_x,
     for (std::int64_t row = 0; row < rows; ++row) {
       const std::int64_t token = tokens[row];
       if (token < first || token >= end) continue;
-      float* const to = d_weight + token * width_ + column;
-      const float* const from = d_out + row * width_ + column;
-      for (std::int64_t i = 0; i < columns; ++i) to[i] += from[i];
+      HWY_DYNAMIC_DISPATCH(add_row)
+      (d_out + row * width_ + column, d_weight + token * width_ + column, columns);
     }
   });
 }
 
 }  // namespace tessera
+#endif

@@ -15,6 +15,11 @@ void add_flat(float* to, const float* from, std::int64_t n) {
   });
 }
 
+void convert_flat(Elements to, Elements from, std::int64_t n) {
+  for_vectors(n, [&](std::int64_t i, std::int64_t count)
+                     HWY_ATTR { store(load(from + i, count), to + i, count); });
+}
+
 }  // namespace HWY_NAMESPACE
 }  // namespace tessera
 HWY_AFTER_NAMESPACE();
@@ -25,6 +30,7 @@ HWY_AFTER_NAMESPACE();
 namespace tessera {
 namespace {
 HWY_EXPORT(add_flat);
+HWY_EXPORT(convert_flat);
 constexpr std::int64_t kPiece = 16384;
 }  // namespace
 
@@ -37,6 +43,16 @@ void add(Queue& queue, const View& to, const View& from) {
     const std::int64_t begin = piece * kPiece;
     HWY_DYNAMIC_DISPATCH(add_flat)
     (destination + begin, source + begin, std::min(kPiece, count - begin));
+  });
+}
+
+void convert(Queue& queue, const View& to, const View& from) {
+  TESSERA_CHECK(to.count() == from.count());
+  const std::int64_t count = to.count();
+  queue.parallel_for(pieces_of(count, kPiece), [&](std::int64_t piece, Worker&) {
+    const std::int64_t begin = piece * kPiece;
+    HWY_DYNAMIC_DISPATCH(convert_flat)
+    (elements(to) + begin, elements(from) + begin, std::min(kPiece, count - begin));
   });
 }
 

@@ -14,8 +14,9 @@ namespace tessera {
 // What a mixer may know besides its own configuration.
 struct MixerContext {
   const ModelConfig& model;
-  std::int64_t layer;   // in the whole stack, from 0
-  std::int64_t layers;  // of the stack
+  std::int64_t layer;           // in the whole stack, from 0
+  std::int64_t layers;          // of the stack
+  DType compute = DType::kF32;  // of the products' operands: kF32 or kBF16
   // Standard deviation of the projection back into the residual stream.
   double output_deviation() const;
 };

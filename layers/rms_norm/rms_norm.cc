@@ -10,7 +10,7 @@ namespace tessera {
 namespace HWY_NAMESPACE {
 
 // The squares are summed in double: no overflow, and no error that grows with the width.
-double sum_of_squares(const float* x, std::int64_t d) {
+double sum_of_squares(Elements x, std::int64_t d) {
   DoubleSum sum;
   for_vectors(d, [&](std::int64_t i, std::int64_t count) HWY_ATTR {
     const FloatVector value = load(x + i, count);
@@ -19,7 +19,7 @@ double sum_of_squares(const float* x, std::int64_t d) {
   return sum.total();
 }
 
-void scale_row(const float* x, const float* weight, float inverse_rms, float* y, std::int64_t d) {
+void scale_row(Elements x, Elements weight, float inverse_rms, Elements y, std::int64_t d) {
   const FloatVector r = hn::Set(Floats(), inverse_rms);
   for_vectors(d, [&](std::int64_t i, std::int64_t count) HWY_ATTR {
     const FloatVector normalised = hn::Mul(load(x + i, count), r);
@@ -28,8 +28,8 @@ void scale_row(const float* x, const float* weight, float inverse_rms, float* y,
 }
 
 // With n = x r: d_x = r (w dy - n mean(w dy n)); the block's d_w += dy n.
-void backward_row(const float* x, const float* weight, float inverse_rms, const float* d_y,
-                  float* d_x, bool accumulate, float* d_weight, std::int64_t d) {
+void backward_row(Elements x, Elements weight, float inverse_rms, Elements d_y, Elements d_x,
+                  bool accumulate, float* d_weight, std::int64_t d) {
   const FloatVector r = hn::Set(Floats(), inverse_rms);
   DoubleSum sum;
   for_vectors(d, [&](std::int64_t i, std::int64_t count) HWY_ATTR {
@@ -86,9 +86,9 @@ void for_rows(Queue& queue, std::int64_t rows, const Body& body) {
 void rms_norm(Queue& queue, const View& x, const View& weight, double epsilon, const View& y,
               const View& inverse_rms) {
   const std::int64_t d = weight.count();
-  const float* const in = x.as<float>();
-  const float* const scale = weight.as<float>();
-  float* const out = y.as<float>();
+  const Elements in = elements(x);
+  const Elements scale = elements(weight);
+  const Elements out = elements(y);
   float* const inverse = inverse_rms.as<float>();
   for_rows(queue, x.count() / d, [&](std::int64_t row) {
     const double mean =
@@ -101,10 +101,10 @@ void rms_norm(Queue& queue, const View& x, const View& weight, double epsilon, c
 void rms_norm_again(Queue& queue, const View& x, const View& weight, const View& inverse_rms,
                     const View& y) {
   const std::int64_t d = weight.count();
-  const float* const in = x.as<float>();
-  const float* const scale = weight.as<float>();
+  const Elements in = elements(x);
+  const Elements scale = elements(weight);
   const float* const inverse = inverse_rms.as<float>();
-  float* const out = y.as<float>();
+  const Elements out = elements(y);
   for_rows(queue, x.count() / d, [&](std::int64_t row) {
     HWY_DYNAMIC_DISPATCH(scale_row)(in + row * d, scale, inverse[row], out + row * d, d);
   });
@@ -115,11 +115,11 @@ void rms_norm_backward(Queue& queue, const View& x, const View& weight, const Vi
                        const View& partial_d_weight) {
   const std::int64_t d = weight.count();
   const std::int64_t rows = x.count() / d;
-  const float* const in = x.as<float>();
-  const float* const scale = weight.as<float>();
+  const Elements in = elements(x);
+  const Elements scale = elements(weight);
   const float* const inverse = inverse_rms.as<float>();
-  const float* const d_out = d_y.as<float>();
-  float* const d_in = d_x.as<float>();
+  const Elements d_out = elements(d_y);
+  const Elements d_in = elements(d_x);
   float* const partial = partial_d_weight.as<float>();
   queue.parallel_for(rms_norm_blocks(rows), [&](std::int64_t block, Worker&) {
     std::fill_n(partial + block * d, d, 0.0F);

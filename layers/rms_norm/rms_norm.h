@@ -9,8 +9,9 @@
 
 namespace tessera {
 
-// x, y: [rows, d]; weight: [d]; inverse_rms: [rows], 1 / sqrt(mean(x^2) + epsilon), written for the
-// backward. y and inverse_rms are overwritten; y may be x.
+// x, y: [rows, d]; weight: [d]; each f32 or bf16. inverse_rms: [rows] f32,
+// 1 / sqrt(mean(x^2) + epsilon), written for the backward. y and inverse_rms are overwritten; y may
+// be x.
 void rms_norm(Queue& queue, const View& x, const View& weight, double epsilon, const View& y,
               const View& inverse_rms);
 
@@ -24,8 +25,9 @@ constexpr std::int64_t rms_norm_blocks(std::int64_t rows) {
   return (rows + kRmsNormBlock - 1) / kRmsNormBlock;
 }
 
-// d_x is overwritten, or added to when `accumulate`; d_x may be d_y. partial_d_weight:
-// [rms_norm_blocks(rows), d], overwritten: to be summed by rms_norm_weight_gradient.
+// d_y, d_x: f32 or bf16; d_x is overwritten, or added to when `accumulate` (f32 then); d_x may be
+// d_y. partial_d_weight: [rms_norm_blocks(rows), d] f32, overwritten: to be summed by
+// rms_norm_weight_gradient.
 void rms_norm_backward(Queue& queue, const View& x, const View& weight, const View& inverse_rms,
                        const View& d_y, const View& d_x, bool accumulate,
                        const View& partial_d_weight);

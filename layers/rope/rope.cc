@@ -11,8 +11,8 @@ namespace HWY_NAMESPACE {
 
 // (a, b) -> (a cos - b sin, b cos + a sin), a and b the halves of a vector; to may be from.
 // direction -1 turns it back.
-void rotate(const float* from, float* to, const float* cosines, const float* sines,
-            std::int64_t half, float direction) {
+void rotate(Elements from, Elements to, const float* cosines, const float* sines, std::int64_t half,
+            float direction) {
   const FloatVector sign = hn::Set(Floats(), direction);
   for_vectors(half, [&](std::int64_t i, std::int64_t count) HWY_ATTR {
     const FloatVector a = load(from + i, count);
@@ -24,16 +24,20 @@ void rotate(const float* from, float* to, const float* cosines, const float* sin
   });
 }
 
-// to = the sum of `group` rows that lie `stride` apart.
-void sum_group(const float* from, std::int64_t stride, std::int64_t group, float* to,
-               std::int64_t width) {
+// The first of `group` rows that lie `stride` apart becomes their sum.
+void sum_group(float* rows, std::int64_t stride, std::int64_t group, std::int64_t width) {
   for_vectors(width, [&](std::int64_t i, std::int64_t count) HWY_ATTR {
-    FloatVector sum = load(from + i, count);
+    FloatVector sum = load(rows + i, count);
     for (std::int64_t member = 1; member < group; ++member) {
-      sum = hn::Add(sum, load(from + member * stride + i, count));
+      sum = hn::Add(sum, load(rows + member * stride + i, count));
     }
-    store(sum, to + i, count);
+    store(sum, rows + i, count);
   });
+}
+
+void copy_row(const float* from, Elements to, std::int64_t width) {
+  for_vectors(width, [&](std::int64_t i, std::int64_t count)
+                         HWY_ATTR { store(load(from + i, count), to + i, count); });
 }
 
 }  // namespace HWY_NAMESPACE
@@ -43,6 +47,7 @@ HWY_AFTER_NAMESPACE();
 #if HWY_ONCE
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 #include <map>
 #include <mutex>
 #include <tuple>
@@ -53,6 +58,7 @@ namespace tessera {
 namespace {
 HWY_EXPORT(rotate);
 HWY_EXPORT(sum_group);
+HWY_EXPORT(copy_row);
 }  // namespace
 
 RopeTable::RopeTable(std::int64_t length, std::int64_t width, double theta)
@@ -95,26 +101,27 @@ void split_heads(Queue& queue, BatchShape shape, const RopeTable* table, const V
   const std::int64_t width = by_head.extent(3);
   TESSERA_CHECK(!table || (table->width() == width && shape.length <= table->length()));
   TESSERA_CHECK(x.count() == shape.rows() * heads * width && padded >= shape.length);
-  const float* const from = x.as<float>();
-  float* const to = by_head.as<float>();
+  TESSERA_CHECK(x.dtype() == by_head.dtype());
+  const Elements from = elements(x), to = elements(by_head);
+  const auto row_bytes = static_cast<std::size_t>(width * size_of(x.dtype()));
   const std::int64_t blocks = pieces_of(padded, kRowsPerPiece);
   queue.parallel_for(shape.batch * blocks, [&](std::int64_t piece, Worker&) {
     const std::int64_t sequence = piece / blocks;
     const std::int64_t begin = piece % blocks * kRowsPerPiece;
     const std::int64_t end = std::min(padded, begin + kRowsPerPiece);
     for (std::int64_t head = 0; head < heads; ++head) {
-      float* const out = to + (sequence * heads + head) * padded * width;
+      const Elements out = to + (sequence * heads + head) * padded * width;
       for (std::int64_t t = begin; t < std::min(end, shape.length); ++t) {
-        const float* const in = from + ((sequence * shape.length + t) * heads + head) * width;
+        const Elements in = from + ((sequence * shape.length + t) * heads + head) * width;
         if (table) {
           HWY_DYNAMIC_DISPATCH(rotate)
           (in, out + t * width, table->cosines(t), table->sines(t), width / 2, 1.0F);
         } else {
-          std::copy_n(in, width, out + t * width);
+          std::memcpy((out + t * width).data, in.data, row_bytes);
         }
       }
       for (std::int64_t t = std::max(begin, shape.length); t < end; ++t) {
-        std::fill_n(out + t * width, width, 0.0F);
+        std::memset((out + t * width).data, 0, row_bytes);
       }
     }
   });
@@ -127,21 +134,25 @@ void merge_heads(Queue& queue, BatchShape shape, const RopeTable* table, std::in
   const std::int64_t width = by_head.extent(3);
   TESSERA_CHECK(!table || (table->width() == width && shape.length <= table->length()));
   TESSERA_CHECK(x.count() == shape.rows() * heads * width && padded >= shape.length);
-  const float* const from = by_head.as<float>();
-  float* const to = x.as<float>();
+  float* const from = by_head.as<float>();
+  const Elements to = elements(x);
   const std::int64_t blocks = pieces_of(shape.length, kRowsPerPiece);
   queue.parallel_for(shape.batch * blocks, [&](std::int64_t piece, Worker&) {
     const std::int64_t sequence = piece / blocks;
     const std::int64_t begin = piece % blocks * kRowsPerPiece;
     const std::int64_t end = std::min(shape.length, begin + kRowsPerPiece);
     for (std::int64_t head = 0; head < heads; ++head) {
-      const float* const in = from + (sequence * heads + head) * group * padded * width;
+      float* const in = from + (sequence * heads + head) * group * padded * width;
       for (std::int64_t t = begin; t < end; ++t) {
-        float* const out = to + ((sequence * shape.length + t) * heads + head) * width;
-        HWY_DYNAMIC_DISPATCH(sum_group)(in + t * width, padded * width, group, out, width);
+        const Elements out = to + ((sequence * shape.length + t) * heads + head) * width;
+        float* const row = in + t * width;
+        if (group > 1) HWY_DYNAMIC_DISPATCH(sum_group)(row, padded * width, group, width);
         if (table) {
+          const Elements summed = {reinterpret_cast<std::byte*>(row), DType::kF32};
           HWY_DYNAMIC_DISPATCH(rotate)
-          (out, out, table->cosines(t), table->sines(t), width / 2, -1.0F);
+          (summed, out, table->cosines(t), table->sines(t), width / 2, -1.0F);
+        } else {
+          HWY_DYNAMIC_DISPATCH(copy_row)(row, out, width);
         }
       }
     }

@@ -34,13 +34,14 @@ std::shared_ptr<const RopeTable> shared_rope_table(std::int64_t length, std::int
                                                    double theta);
 
 // x [B*T, heads*width] -> by_head [B, heads, padded, width], padded >= T; rotated by the table
-// where one is given. Positions from T on become zero. by_head is overwritten.
+// where one is given. Positions from T on become zero. Both f32 or both bf16; by_head is
+// overwritten.
 void split_heads(Queue& queue, BatchShape shape, const RopeTable* table, const View& x,
                  const View& by_head);
 
-// The transpose: by_head [B, heads*group, padded, width] -> x [B*T, heads*width], rotated back
-// where a table is given, the `group` heads that share one summed in ascending order. x is
-// overwritten.
+// The transpose: by_head [B, heads*group, padded, width] f32 -> x [B*T, heads*width] f32 or bf16,
+// rotated back where a table is given, the `group` heads that share one summed in ascending order.
+// x is overwritten, and each group's first head in by_head.
 void merge_heads(Queue& queue, BatchShape shape, const RopeTable* table, std::int64_t group,
                  const View& by_head, const View& x);
 

@@ -10,7 +10,7 @@ namespace tessera {
 namespace HWY_NAMESPACE {
 
 // h = gate sigmoid(gate) up
-void gated(const float* gate, const float* up, float* h, std::int64_t n) {
+void gated(Elements gate, Elements up, Elements h, std::int64_t n) {
   for_vectors(n, [&](std::int64_t i, std::int64_t count) HWY_ATTR {
     const FloatVector g = load(gate + i, count);
     store(hn::Mul(hn::Mul(g, sigmoid(g)), load(up + i, count)), h + i, count);
@@ -18,8 +18,8 @@ void gated(const float* gate, const float* up, float* h, std::int64_t n) {
 }
 
 // With s = sigmoid(g): d_up = d_h g s; d_gate = d_h up s (1 + g (1 - s)). d_gate may be d_h.
-void gated_backward(const float* gate, const float* up, const float* d_h, float* d_gate,
-                    float* d_up, std::int64_t n) {
+void gated_backward(Elements gate, Elements up, Elements d_h, Elements d_gate, Elements d_up,
+                    std::int64_t n) {
   const FloatVector one = hn::Set(Floats(), 1.0F);
   for_vectors(n, [&](std::int64_t i, std::int64_t count) HWY_ATTR {
     const FloatVector g = load(gate + i, count);
@@ -62,13 +62,11 @@ std::vector<ParameterSpec> SwiGlu::parameters() const {
 }
 
 std::vector<BufferSpec> SwiGlu::saved(BatchShape shape) const {
-  return {{"gate", DType::kF32, {shape.rows(), inner_}},
-          {"up", DType::kF32, {shape.rows(), inner_}}};
+  return {{"gate", dtype_, {shape.rows(), inner_}}, {"up", dtype_, {shape.rows(), inner_}}};
 }
 
 std::vector<BufferSpec> SwiGlu::scratch(BatchShape shape) const {
-  return {{"hidden", DType::kF32, {shape.rows(), inner_}},
-          {"d_hidden", DType::kF32, {shape.rows(), inner_}}};
+  return {{"hidden", dtype_, {shape.rows(), inner_}}, {"d_hidden", dtype_, {shape.rows(), inner_}}};
 }
 
 double SwiGlu::flops_per_token(std::int64_t /*length*/) const {
@@ -78,12 +76,12 @@ double SwiGlu::flops_per_token(std::int64_t /*length*/) const {
 void SwiGlu::forward(Queue& queue, const Batch& batch, const View& in, const View& out,
                      const LayerMemory& memory) const {
   const std::span<const View> p = memory.parameters;
-  const View hidden = shaped(memory.scratch[kHidden], {batch.shape.rows(), inner_});
+  const View hidden = shaped(memory.scratch[kHidden], dtype_, {batch.shape.rows(), inner_});
   linear_forward(queue, matrix(in), matrix(p[kGate]), matrix(memory.saved[kGate]));
   linear_forward(queue, matrix(in), matrix(p[kUp]), matrix(memory.saved[kUp]));
-  const float* const gate = memory.saved[kGate].as<float>();
-  const float* const up = memory.saved[kUp].as<float>();
-  float* const h = hidden.as<float>();
+  const Elements gate = elements(memory.saved[kGate]);
+  const Elements up = elements(memory.saved[kUp]);
+  const Elements h = elements(hidden);
   queue.parallel_for(pieces_of(hidden.count(), kPiece), [&](std::int64_t piece, Worker&) {
     const std::int64_t begin = piece * kPiece;
     HWY_DYNAMIC_DISPATCH(gated)
@@ -96,12 +94,12 @@ void SwiGlu::backward(Queue& queue, const Batch& batch, const View& in, const Vi
                       const View& d_in, std::span<const View> d_parameters,
                       const LayerMemory& memory) const {
   const std::span<const View> p = memory.parameters;
-  const View hidden = shaped(memory.scratch[kHidden], {batch.shape.rows(), inner_});
-  const View d_hidden = shaped(memory.scratch[kDHidden], {batch.shape.rows(), inner_});
-  const float* const gate = memory.saved[kGate].as<float>();
-  const float* const up = memory.saved[kUp].as<float>();
-  float* const h = hidden.as<float>();
-  float* const d_h = d_hidden.as<float>();
+  const View hidden = shaped(memory.scratch[kHidden], dtype_, {batch.shape.rows(), inner_});
+  const View d_hidden = shaped(memory.scratch[kDHidden], dtype_, {batch.shape.rows(), inner_});
+  const Elements gate = elements(memory.saved[kGate]);
+  const Elements up = elements(memory.saved[kUp]);
+  const Elements h = elements(hidden);
+  const Elements d_h = elements(d_hidden);
   const std::int64_t pieces = pieces_of(hidden.count(), kPiece);
   const auto count_of = [&](std::int64_t piece) {
     return std::min(kPiece, hidden.count() - piece * kPiece);

@@ -9,9 +9,15 @@ namespace tessera {
 
 class SwiGlu : public Layer {
  public:
-  // width: of input and output; inner: f; deviations of the initialisation, the second W_down's.
-  SwiGlu(std::int64_t width, std::int64_t inner, double deviation, double output_deviation)
-      : width_(width), inner_(inner), deviation_(deviation), output_deviation_(output_deviation) {}
+  // width: of input and output; inner: f; deviations of the initialisation, the second W_down's;
+  // compute: the type of the products' operands.
+  SwiGlu(std::int64_t width, std::int64_t inner, double deviation, double output_deviation,
+         DType compute = DType::kF32)
+      : width_(width),
+        inner_(inner),
+        deviation_(deviation),
+        output_deviation_(output_deviation),
+        dtype_(compute) {}
   std::vector<ParameterSpec> parameters() const override;
   std::vector<BufferSpec> saved(BatchShape shape) const override;
   std::vector<BufferSpec> scratch(BatchShape shape) const override;
@@ -25,6 +31,7 @@ class SwiGlu : public Layer {
  private:
   std::int64_t width_, inner_;
   double deviation_, output_deviation_;
+  DType dtype_;
 };
 
 }  // namespace tessera
