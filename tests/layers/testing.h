@@ -22,6 +22,7 @@
 namespace tessera::testing {
 
 constexpr double kEpsilon = 1.1920928955078125e-07 / 2;  // one rounding to f32
+constexpr double kHalfEpsilon = 1.0 / 512;               // one rounding to bf16
 
 // Views with memory of their own, filled with NaN so that nothing is read before it is written.
 class Buffers {
@@ -34,16 +35,17 @@ class Buffers {
                base, room);
     views_ = layout_.views(static_cast<std::byte*>(base));
   }
-  explicit Buffers(const std::vector<ParameterSpec>& specs) : Buffers(as_buffers(specs)) {}
+  explicit Buffers(const std::vector<ParameterSpec>& specs, DType dtype = DType::kF32)
+      : Buffers(as_buffers(specs, dtype)) {}
   Buffers(Buffers&&) = default;
   const View& operator[](std::size_t i) const { return views_[i]; }
   std::size_t size() const { return views_.size(); }
   std::span<const View> views() const { return views_; }
 
  private:
-  static std::vector<BufferSpec> as_buffers(const std::vector<ParameterSpec>& specs) {
+  static std::vector<BufferSpec> as_buffers(const std::vector<ParameterSpec>& specs, DType dtype) {
     std::vector<BufferSpec> buffers;
-    for (const ParameterSpec& spec : specs) buffers.push_back({spec.name, DType::kF32, spec.shape});
+    for (const ParameterSpec& spec : specs) buffers.push_back({spec.name, dtype, spec.shape});
     return buffers;
   }
   Layout layout_;
@@ -55,12 +57,24 @@ inline void fill_normal(const View& view, const std::string& name, double deviat
                         double mean = 0.0) {
   const RandomStream stream(7, name);
   for (std::int64_t i = 0; i < view.count(); ++i) {
-    view.as<float>()[i] =
+    const auto value =
         static_cast<float>(mean + deviation * stream.normal(static_cast<std::uint64_t>(i)));
+    if (view.dtype() == DType::kBF16) {
+      view.as<BFloat16>()[i] = to_bfloat16(value);
+    } else {
+      view.as<float>()[i] = value;
+    }
   }
 }
 
 inline reference::Array to_double(const View& view) {
+  if (view.dtype() == DType::kBF16) {
+    reference::Array all;
+    for (std::int64_t i = 0; i < view.count(); ++i) {
+      all.push_back(static_cast<double>(to_float(view.as<BFloat16>()[i])));
+    }
+    return all;
+  }
   return {view.as<float>(), view.as<float>() + view.count()};
 }
 inline std::vector<reference::Array> to_double(const Buffers& buffers) {
@@ -88,16 +102,16 @@ inline double largest(const reference::Array& values) {
 // What rounding may do to a result of this magnitude that comes out of sums of `length` terms in a
 // row: each rounding moves it by at most epsilon, independent ones add up as a random walk; 8
 // covers the largest of many elements.
-inline double tolerance(double magnitude, std::int64_t length) {
-  return 8.0 * kEpsilon * std::sqrt(static_cast<double>(length) + 1.0) * magnitude;
+inline double tolerance(double magnitude, std::int64_t length, double epsilon = kEpsilon) {
+  return 8.0 * epsilon * std::sqrt(static_cast<double>(length) + 1.0) * magnitude;
 }
 
 // Every element of `found` within the tolerance at the magnitude of the largest expected one, or of
 // the terms of its sum (`terms`) where they cancel.
 inline void expect_close(const std::string& what, const float* found,
-                         const reference::Array& expected, std::int64_t length,
-                         double terms = 0.0) {
-  const double allowed = tolerance(std::max({largest(expected), terms, 1e-30}), length);
+                         const reference::Array& expected, std::int64_t length, double terms = 0.0,
+                         double epsilon = kEpsilon) {
+  const double allowed = tolerance(std::max({largest(expected), terms, 1e-30}), length, epsilon);
   double worst = 0.0;
   std::size_t place = 0;
   for (std::size_t i = 0; i < expected.size(); ++i) {
@@ -112,24 +126,24 @@ inline void expect_close(const std::string& what, const float* found,
   EXPECT_FALSE(std::isnan(worst)) << what;
 }
 inline void expect_close(const std::string& what, const View& found,
-                         const reference::Array& expected, std::int64_t length,
-                         double terms = 0.0) {
+                         const reference::Array& expected, std::int64_t length, double terms = 0.0,
+                         double epsilon = kEpsilon) {
   ASSERT_EQ(static_cast<std::size_t>(found.count()), expected.size()) << what;
-  expect_close(what, found.as<float>(), expected, length, terms);
+  expect_close(what, found.as<float>(), expected, length, terms, epsilon);
 }
 
 // The gradient against central differences of a float64 function of `at`: all elements of a small
 // array, a sample of a large one. The differences' own error, (h^2 + 1e-16/h), is far below f32's.
 inline void expect_gradient(const std::string& what, const View& gradient, reference::Array at,
                             const std::function<double(const reference::Array&)>& function,
-                            std::int64_t length, double terms = 0.0) {
+                            std::int64_t length, double terms = 0.0, double epsilon = kEpsilon) {
   ASSERT_EQ(static_cast<std::size_t>(gradient.count()), at.size()) << what;
   constexpr std::int64_t kMost = 40;
   const double step = 1e-5 * std::max(1.0, largest(at));
   const std::int64_t count = gradient.count();
   const std::int64_t stride = std::max<std::int64_t>(1, count / kMost);
   const double magnitude = std::max(largest(to_double(gradient)), terms);
-  const double allowed = tolerance(magnitude, length) + 1e-9 * magnitude + 1e-9;
+  const double allowed = tolerance(magnitude, length, epsilon) + 1e-9 * magnitude + 1e-9;
   for (std::int64_t i = 0; i < count; i += stride) {
     const auto place = static_cast<std::size_t>(i);
     const double before = at[place];
@@ -174,19 +188,21 @@ struct TestBatch {
   Batch batch;
 };
 
-// A layer with everything that one forward and backward need. Contents depend on names alone.
+// A layer with everything that one forward and backward need, its compute type that of the layer.
+// Contents depend on names alone.
 struct LayerRun {
-  LayerRun(const Layer& run_layer, const TestBatch& run_batch, std::int64_t width)
+  LayerRun(const Layer& run_layer, const TestBatch& run_batch, std::int64_t width,
+           DType compute = DType::kF32)
       : layer(run_layer),
         batch(run_batch),
         queue(run_batch.batch.shape.threads),
-        parameters(layer.parameters()),
+        parameters(layer.parameters(), compute),
         d_parameters(layer.parameters()),
         saved(layer.saved(batch.batch.shape)),
         scratch(layer.scratch(batch.batch.shape)),
-        rows({{"in", DType::kF32, {batch.batch.shape.rows(), width}},
+        rows({{"in", compute, {batch.batch.shape.rows(), width}},
               {"out", DType::kF32, {batch.batch.shape.rows(), width}},
-              {"d_out", DType::kF32, {batch.batch.shape.rows(), width}},
+              {"d_out", compute, {batch.batch.shape.rows(), width}},
               {"d_in", DType::kF32, {batch.batch.shape.rows(), width}}}) {
     const std::vector<ParameterSpec> specs = layer.parameters();
     for (std::size_t i = 0; i < specs.size(); ++i) {
@@ -224,20 +240,23 @@ struct LayerRun {
   Buffers parameters, d_parameters, saved, scratch, rows;
 };
 
-// Forward and every gradient of a layer against a float64 function of (input, parameters).
+// Forward and every gradient of a layer against a float64 function of (input, parameters). With
+// bf16's epsilon `length` counts the roundings to bf16 that lie one behind the other: those of one
+// sum's terms are independent and don't grow against it.
 inline void expect_layer(LayerRun& run,
                          const std::function<reference::Array(
                              const reference::Array&, const std::vector<reference::Array>&)>& layer,
-                         std::int64_t length) {
+                         std::int64_t length, double epsilon = kEpsilon) {
   run.forward();
   run.backward();
   const reference::Array x = to_double(run.in());
   const std::vector<reference::Array> p = to_double(run.parameters);
   const reference::Array d_out = to_double(run.d_out());
-  expect_close("out", run.out(), layer(x, p), length);
+  expect_close("out", run.out(), layer(x, p), length, 0.0, epsilon);
   expect_gradient(
       "d_in", run.d_in(), x,
-      [&](const reference::Array& at) { return reference::dot(layer(at, p), d_out); }, length);
+      [&](const reference::Array& at) { return reference::dot(layer(at, p), d_out); }, length, 0.0,
+      epsilon);
   const std::vector<ParameterSpec> specs = run.layer.parameters();
   for (std::size_t i = 0; i < specs.size(); ++i) {
     expect_gradient(
@@ -247,7 +266,7 @@ inline void expect_layer(LayerRun& run,
           moved[i] = at;
           return reference::dot(layer(x, moved), d_out);
         },
-        length + run.batch.batch.shape.rows());
+        epsilon == kEpsilon ? length + run.batch.batch.shape.rows() : length, 0.0, epsilon);
   }
 }
 
