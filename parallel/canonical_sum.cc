@@ -50,7 +50,7 @@ void push_node(std::vector<TreeNode>& stack, const TreeNode& node) {
   stack.back().level = node.level + static_cast<int>(count);
 }
 
-// What rank `rank` sends, in order of quanta: single quanta under kSharded are handled by rounds.
+// What rank `rank` sends under kLocal, in order of quanta.
 std::vector<TreeNode> local_nodes(const QuantumShare& share, int rank) {
   return tree_nodes(run_begin(share.quanta(), share.ranks(), rank),
                     run_begin(share.quanta(), share.ranks(), rank + 1));
@@ -213,63 +213,42 @@ CanonicalSum::CanonicalSum(const UnitLayout& layout, const QuantumShare& share,
   TESSERA_CHECK(share.ranks() == communicator.size());
   TESSERA_CHECK(workspace.count() >=
                 CanonicalSum::workspace(layout, share, communicator.rank()).shape.count());
+  nodes_.resize(static_cast<std::size_t>(share.ranks()));
   if (share.policy() == Accumulate::kLocal) {
-    for (int rank = 0; rank < share.ranks(); ++rank) nodes_.push_back(local_nodes(share, rank));
+    for (int rank = 0; rank < share.ranks(); ++rank) {
+      nodes_[static_cast<std::size_t>(rank)] = local_nodes(share, rank);
+    }
   }
 }
 
-void CanonicalSum::push(const View& gradient) {
-  const std::int64_t quantum = share_.quantum(round_, communicator_.rank());
-  TESSERA_CHECK(round_ < share_.rounds());
+// Makes this round's messages: every rank's partial sums (kSharded: its quantum's gradient; kLocal:
+// after the last round its subtrees) to the owners of their slices. Whether there is an exchange.
+bool CanonicalSum::prepare(const View& gradient) {
+  const int self = communicator_.rank();
+  const std::int64_t quantum = share_.quantum(round_, self);
+  TESSERA_CHECK(round_ < share_.rounds() && !transfer_.started());
   TESSERA_CHECK(gradient.empty() == (quantum == QuantumShare::kNone));
   TESSERA_CHECK(gradient.empty() || gradient.count() == layout_.count());
   if (round_ == 0) {
     local_.clear();
     sharded_.clear();
   }
-  if (share_.policy() == Accumulate::kSharded) {
-    push_round(gradient);
-  } else if (!gradient.empty()) {
-    local_.push({quantum, 0}, gradient);
-  }
-  ++round_;
-}
-
-// Every rank sends its quantum's gradient to the owners of its slices, and pushes what it receives.
-void CanonicalSum::push_round(const View& gradient) {
-  const int self = communicator_.rank();
-  sends_.clear();
-  receives_.clear();
-  std::byte* place = workspace_.raw();
-  const std::int64_t slice_bytes = slice_.count() * size_of(DType::kF32);
-  for (int peer = 0; peer < communicator_.size(); ++peer) {
-    if (peer == self) continue;
-    if (!gradient.empty()) {
-      const Slice slice = layout_.slice(peer, communicator_.size());
-      const View part = gradient.slice(slice.begin, slice.end);
-      sends_.push_back({peer, part.raw(), part.bytes()});
+  std::span<const View> sums{&gradient, gradient.empty() ? std::size_t{0} : std::size_t{1}};
+  if (share_.policy() == Accumulate::kLocal) {
+    if (!gradient.empty()) local_.push({quantum, 0}, gradient);
+    if (++round_ < share_.rounds()) return false;
+    sums = local_.nodes();
+  } else {
+    for (int rank = 0; rank < share_.ranks(); ++rank) {
+      std::vector<TreeNode>& nodes = nodes_[static_cast<std::size_t>(rank)];
+      nodes.clear();
+      const std::int64_t q = share_.quantum(round_, rank);
+      if (q != QuantumShare::kNone) nodes.push_back({q, 0});
     }
-    if (share_.quantum(round_, peer) != QuantumShare::kNone) {
-      receives_.push_back({peer, place, slice_bytes});
-      place += slice_bytes;
-    }
+    ++round_;
   }
-  communicator_.exchange(Traffic::kReduce, layout_.name(), sends_, receives_);
-  // Ranks are in order of their quanta.
-  std::size_t received = 0;
-  for (int peer = 0; peer < communicator_.size(); ++peer) {
-    const std::int64_t quantum = share_.quantum(round_, peer);
-    if (quantum == QuantumShare::kNone) continue;
-    const View values = peer == self ? gradient.slice(slice_.begin, slice_.end)
-                                     : View(reinterpret_cast<float*>(receives_[received++].data),
-                                            Shape{slice_.count()});
-    sharded_.push({quantum, 0}, values);
-  }
-}
-
-// Every rank sends its subtrees to the owners of their slices.
-void CanonicalSum::reduce_nodes() {
-  const int self = communicator_.rank();
+  own_.clear();
+  for (const View& sum : sums) own_.push_back(sum.slice(slice_.begin, slice_.end));
   sends_.clear();
   receives_.clear();
   std::byte* place = workspace_.raw();
@@ -277,8 +256,8 @@ void CanonicalSum::reduce_nodes() {
   for (int peer = 0; peer < communicator_.size(); ++peer) {
     if (peer == self) continue;
     const Slice slice = layout_.slice(peer, communicator_.size());
-    for (const View& node : local_.nodes()) {
-      const View part = node.slice(slice.begin, slice.end);
+    for (const View& sum : sums) {
+      const View part = sum.slice(slice.begin, slice.end);
       sends_.push_back({peer, part.raw(), part.bytes()});
     }
     for (std::size_t i = 0; i < nodes_[static_cast<std::size_t>(peer)].size(); ++i) {
@@ -286,23 +265,43 @@ void CanonicalSum::reduce_nodes() {
       place += slice_bytes;
     }
   }
-  communicator_.exchange(Traffic::kReduce, layout_.name(), sends_, receives_);
+  return true;
+}
+
+// Pushes what has come, and this rank's own, in order of the quanta, which is that of the ranks.
+void CanonicalSum::take_in() {
   std::size_t received = 0;
   for (int peer = 0; peer < communicator_.size(); ++peer) {
     const std::vector<TreeNode>& nodes = nodes_[static_cast<std::size_t>(peer)];
     for (std::size_t i = 0; i < nodes.size(); ++i) {
-      sharded_.push(nodes[i], peer == self
-                                  ? local_.nodes()[i].slice(slice_.begin, slice_.end)
+      sharded_.push(nodes[i], peer == communicator_.rank()
+                                  ? own_[i]
                                   : View(reinterpret_cast<float*>(receives_[received++].data),
                                          Shape{slice_.count()}));
     }
   }
 }
 
+void CanonicalSum::push(const View& gradient) {
+  if (!prepare(gradient)) return;
+  communicator_.exchange(Traffic::kReduce, layout_.name(), sends_, receives_);
+  take_in();
+}
+
+void CanonicalSum::start(const View& gradient) {
+  if (!prepare(gradient)) return;
+  communicator_.start_exchange(transfer_, Traffic::kReduce, layout_.name(), sends_, receives_);
+}
+
+void CanonicalSum::complete() {
+  if (!transfer_.started()) return;
+  communicator_.finish(transfer_);
+  take_in();
+}
+
 View CanonicalSum::finish() {
-  TESSERA_CHECK(round_ == share_.rounds());
+  TESSERA_CHECK(round_ == share_.rounds() && !transfer_.started());
   round_ = 0;
-  if (share_.policy() == Accumulate::kLocal) reduce_nodes();
   return sharded_.finish();
 }
 

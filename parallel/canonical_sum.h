@@ -81,7 +81,8 @@ class CanonicalSum {
   // step's first push until its result has been used.
   static std::vector<BufferSpec> buffers(const UnitLayout& layout, const QuantumShare& share,
                                          int rank);
-  // Used within push and finish only, so one of the largest size serves all units; [0] when W is 1.
+  // Used within push, or from start to complete, only: one of the largest size serves all units
+  // whose sums aren't under way at once; [0] when W is 1.
   static BufferSpec workspace(const UnitLayout& layout, const QuantumShare& share, int rank);
 
   // Layout, communicator and queue outlive this.
@@ -90,15 +91,20 @@ class CanonicalSum {
 
   // The gradient [layout.count()] f32 of this rank's quantum of the next round, padding zero; or an
   // empty View when the share gives this rank none. Read only; free for reuse on return. Collective
-  // under kSharded.
+  // in every round under kSharded and in the last one under kLocal.
   void push(const View& gradient);
-  // After all rounds: this rank's slice [slice.count()] of the sum, valid until the next push.
-  // Collective under kLocal. The next push starts another step.
+  // The same in two parts, between which the exchange goes on (Communicator::advance). Under
+  // kSharded the gradient must be left alone until complete() returns, under kLocal it is free at
+  // once. complete() is called after every start, and collective as push is.
+  void start(const View& gradient);
+  void complete();
+  // After all rounds: this rank's slice [slice.count()] of the sum, valid until the next push,
+  // which starts another step.
   View finish();
 
  private:
-  void push_round(const View& gradient);
-  void reduce_nodes();
+  bool prepare(const View& gradient);
+  void take_in();
 
   const UnitLayout& layout_;
   QuantumShare share_;
@@ -108,8 +114,10 @@ class CanonicalSum {
   TreeAccumulator local_;    // kLocal: whole units, this rank's run
   TreeAccumulator sharded_;  // this rank's slice
   std::int64_t round_ = 0;
-  std::vector<std::vector<TreeNode>> nodes_;  // of each rank, under kLocal
+  std::vector<std::vector<TreeNode>> nodes_;  // of each rank, in the exchange to come
+  std::vector<View> own_;                     // this rank's slices of its own nodes
   std::vector<Communicator::Message> sends_, receives_;
+  Communicator::Transfer transfer_;
 };
 
 // The same tree over numbers, for losses; 0 for none.

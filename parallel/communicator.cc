@@ -11,7 +11,12 @@ namespace {
 
 // Peers of a transfer that are in flight at once.
 constexpr int kPeersAtOnce = 16;
-constexpr int kTag = 1;
+// Tags go round; MPI has at least 32,767 of them, and far fewer transfers are in flight.
+constexpr std::int64_t kTags = 32000;
+
+double seconds_since(Activity::Clock::time_point start) {
+  return std::chrono::duration<double>(Activity::Clock::now() - start).count();
+}
 
 std::string mpi_reason(int code) {
   std::array<char, MPI_MAX_ERROR_STRING> text{};
@@ -64,20 +69,19 @@ const char* name_of(Traffic traffic) {
   return "?";
 }
 
-// Tells the activity, counts the call and times it.
+// Tells the activity, and times what goes on.
 class Communicator::Operation {
  public:
   Operation(Communicator& communicator, Traffic traffic, const char* name, std::string_view unit)
       : activity_(communicator.activity_),
-        count_(communicator.traffic_[static_cast<std::size_t>(traffic)]),
+        count_(communicator.count(traffic)),
         start_(Activity::Clock::now()) {
-    ++count_.calls;
     if (activity_ == nullptr) return;
     before_ = activity_->state();
     activity_->set(name, unit);
   }
   ~Operation() {
-    count_.seconds += std::chrono::duration<double>(Activity::Clock::now() - start_).count();
+    count_.seconds += seconds_since(start_);
     if (activity_ != nullptr) activity_->set(before_.operation, before_.unit);
   }
   Operation(const Operation&) = delete;
@@ -120,47 +124,132 @@ void Communicator::check(int code, const char* operation, std::string_view unit,
   throw Error(ExitCode::kCommunication, message + ": " + mpi_reason(code));
 }
 
-void Communicator::transfer(const char* operation, std::string_view unit,
-                            std::span<const Message> sends, std::span<const Message> receives,
-                            TrafficCount& count) {
-  const auto post = [&](const Message& message, bool send) {
-    for (std::int64_t at = 0; at < message.bytes; at += count_limit_) {
-      const int part = static_cast<int>(std::min(count_limit_, message.bytes - at));
-      requests_.emplace_back();
-      request_peers_.push_back(message.peer);
-      check(send ? MPI_Isend(message.data + at, part, MPI_BYTE, message.peer, kTag, comm_,
-                             &requests_.back())
-                 : MPI_Irecv(message.data + at, part, MPI_BYTE, message.peer, kTag, comm_,
-                             &requests_.back()),
-            operation, unit, message.peer);
-    }
-  };
-  // Rank r sends to r+1, r+2, ... while it receives from r-1, r-2, ...: every group of shifts is
-  // complete in itself, and no rank is everybody's first target.
-  for (int first = 1; first < size_; first += kPeersAtOnce) {
-    const int last = std::min(size_, first + kPeersAtOnce) - 1;
-    const auto in_group = [&](int shift) { return first <= shift && shift <= last; };
-    requests_.clear();
-    request_peers_.clear();
-    for (const Message& message : receives) {
-      if (in_group((rank_ - message.peer + size_) % size_)) post(message, false);
-    }
-    for (const Message& message : sends) {
-      if (!in_group((message.peer - rank_ + size_) % size_)) continue;
-      post(message, true);
-      count.bytes_sent += message.bytes;
-    }
-    // One by one: Open MPI 4.1's MPI_Waitall was seen to spin for ever once a request has failed.
-    for (std::size_t i = 0; i < requests_.size(); ++i) {
-      check(MPI_Wait(&requests_[i], MPI_STATUS_IGNORE), operation, unit, request_peers_[i]);
-    }
+void Communicator::check(int code, Transfer& transfer, int peer) {
+  if (code == MPI_SUCCESS) return;
+  transfer.forget();
+  check(code, transfer.operation_, transfer.unit_, peer);
+}
+
+void Communicator::reset_traffic() {
+  traffic_ = {};
+  most_in_flight_ = static_cast<std::int64_t>(in_flight_.size());
+  advance_seconds_ = 0.0;
+}
+
+void Communicator::Transfer::forget() {
+  started_ = false;
+  if (communicator_ == nullptr) return;
+  std::erase(communicator_->in_flight_, this);
+  communicator_ = nullptr;
+}
+
+void Communicator::prepare(Transfer& transfer, Traffic traffic, const char* operation,
+                           std::string_view unit) {
+  TESSERA_CHECK(!transfer.started_);
+  transfer.traffic_ = traffic;
+  transfer.operation_ = operation;
+  transfer.unit_ = unit;
+  transfer.sends_.clear();
+  transfer.receives_.clear();
+}
+
+void Communicator::start(Transfer& transfer) {
+  transfer.tag_ = static_cast<int>(transfers_++ % kTags);
+  transfer.next_shift_ = 1;
+  transfer.requests_.clear();
+  transfer.request_peers_.clear();
+  transfer.complete_ = 0;
+  transfer.started_ = true;
+  transfer.communicator_ = this;
+  in_flight_.push_back(&transfer);
+  most_in_flight_ = std::max(most_in_flight_, static_cast<std::int64_t>(in_flight_.size()));
+  ++count(transfer.traffic_).calls;
+  for (const Message& message : transfer.sends_) {
+    if (message.peer != rank_) count(transfer.traffic_).bytes_sent += message.bytes;
+  }
+  post_next_peers(transfer);
+}
+
+void Communicator::post(Transfer& transfer, const Message& message, bool send) {
+  for (std::int64_t at = 0; at < message.bytes; at += count_limit_) {
+    const int part = static_cast<int>(std::min(count_limit_, message.bytes - at));
+    transfer.requests_.emplace_back();
+    transfer.request_peers_.push_back(message.peer);
+    check(send ? MPI_Isend(message.data + at, part, MPI_BYTE, message.peer, transfer.tag_, comm_,
+                           &transfer.requests_.back())
+               : MPI_Irecv(message.data + at, part, MPI_BYTE, message.peer, transfer.tag_, comm_,
+                           &transfer.requests_.back()),
+          transfer, message.peer);
   }
 }
 
-void Communicator::all_gather_slices(Traffic traffic, std::string_view unit,
-                                     std::span<const std::int64_t> bounds, const View& mine,
-                                     const View& whole) {
-  Operation operation(*this, traffic, name_of(traffic), unit);
+// Rank r sends to r+1, r+2, ... while it receives from r-1, r-2, ...: every group of shifts is
+// complete in itself, and no rank is everybody's first target.
+void Communicator::post_next_peers(Transfer& transfer) {
+  const int first = transfer.next_shift_;
+  transfer.next_shift_ = std::min(size_, first + kPeersAtOnce);
+  const auto in_group = [&](int shift) { return first <= shift && shift < transfer.next_shift_; };
+  transfer.requests_.clear();
+  transfer.request_peers_.clear();
+  transfer.complete_ = 0;
+  for (const Message& message : transfer.receives_) {
+    if (in_group((rank_ - message.peer + size_) % size_)) post(transfer, message, false);
+  }
+  for (const Message& message : transfer.sends_) {
+    if (in_group((message.peer - rank_ + size_) % size_)) post(transfer, message, true);
+  }
+}
+
+// Whether the transfer is complete. Requests are asked for one by one, in order: the first that
+// isn't complete moves all of MPI on, and each error has its peer. (Open MPI 4.1's MPI_Waitall was
+// seen to spin for ever once a request has failed.)
+bool Communicator::move_on(Transfer& transfer) {
+  if (transfer.communicator_ == nullptr) return true;
+  while (true) {
+    for (; transfer.complete_ < transfer.requests_.size(); ++transfer.complete_) {
+      int done = 0;
+      check(MPI_Test(&transfer.requests_[transfer.complete_], &done, MPI_STATUS_IGNORE), transfer,
+            transfer.request_peers_[transfer.complete_]);
+      if (done == 0) return false;
+    }
+    if (transfer.next_shift_ == size_) break;
+    post_next_peers(transfer);
+  }
+  transfer.communicator_ = nullptr;
+  std::erase(in_flight_, &transfer);
+  return true;
+}
+
+void Communicator::wait_for(Transfer& transfer) {
+  while (!move_on(transfer)) {
+    check(MPI_Wait(&transfer.requests_[transfer.complete_], MPI_STATUS_IGNORE), transfer,
+          transfer.request_peers_[transfer.complete_]);
+    ++transfer.complete_;
+    // MPI moves the others on, but for their next peers.
+    if (size_ - 1 > kPeersAtOnce) advance();
+  }
+  transfer.started_ = false;
+}
+
+void Communicator::finish(Transfer& transfer) {
+  TESSERA_CHECK(transfer.started_);
+  const Operation operation(*this, transfer.traffic_, transfer.operation_, transfer.unit_);
+  if (move_on(transfer)) ++count(transfer.traffic_).overlapped;
+  wait_for(transfer);
+}
+
+void Communicator::advance() {
+  if (in_flight_.empty()) return;
+  const auto start = Activity::Clock::now();
+  // Backwards, since those that complete leave the list.
+  for (std::size_t i = in_flight_.size(); i-- > 0;) move_on(*in_flight_[i]);
+  advance_seconds_ += seconds_since(start);
+}
+
+void Communicator::prepare_gather(Transfer& transfer, Traffic traffic, std::string_view unit,
+                                  std::span<const std::int64_t> bounds, const View& mine,
+                                  const View& whole) {
+  prepare(transfer, traffic, name_of(traffic), unit);
   const std::int64_t element = size_of(whole.dtype());
   const auto self = static_cast<std::size_t>(rank_);
   TESSERA_CHECK(bounds.size() == static_cast<std::size_t>(size_) + 1);
@@ -170,21 +259,37 @@ void Communicator::all_gather_slices(Traffic traffic, std::string_view unit,
   if (mine.bytes() > 0 && mine.raw() != place) {
     std::memcpy(place, mine.raw(), static_cast<std::size_t>(mine.bytes()));
   }
-  sends_.clear();
-  receives_.clear();
   for (int peer = 0; peer < size_; ++peer) {
     if (peer == rank_) continue;
     const auto p = static_cast<std::size_t>(peer);
-    sends_.push_back({peer, place, mine.bytes()});
-    receives_.push_back(
+    transfer.sends_.push_back({peer, place, mine.bytes()});
+    transfer.receives_.push_back(
         {peer, whole.raw() + bounds[p] * element, (bounds[p + 1] - bounds[p]) * element});
   }
-  transfer(name_of(traffic), unit, sends_, receives_, operation.count());
 }
 
-void Communicator::exchange(Traffic traffic, std::string_view unit, std::span<const Message> sends,
-                            std::span<const Message> receives) {
-  Operation operation(*this, traffic, name_of(traffic), unit);
+void Communicator::all_gather_slices(Traffic traffic, std::string_view unit,
+                                     std::span<const std::int64_t> bounds, const View& mine,
+                                     const View& whole) {
+  const Operation operation(*this, traffic, name_of(traffic), unit);
+  prepare_gather(blocking_, traffic, unit, bounds, mine, whole);
+  start(blocking_);
+  wait_for(blocking_);
+}
+
+void Communicator::start_all_gather_slices(Transfer& transfer, Traffic traffic,
+                                           std::string_view unit,
+                                           std::span<const std::int64_t> bounds, const View& mine,
+                                           const View& whole) {
+  const Operation operation(*this, traffic, name_of(traffic), unit);
+  prepare_gather(transfer, traffic, unit, bounds, mine, whole);
+  start(transfer);
+}
+
+void Communicator::prepare_exchange(Transfer& transfer, Traffic traffic, std::string_view unit,
+                                    std::span<const Message> sends,
+                                    std::span<const Message> receives) {
+  prepare(transfer, traffic, name_of(traffic), unit);
   // Messages to oneself match in order too.
   std::size_t at = 0;
   for (const Message& send : sends) {
@@ -197,12 +302,30 @@ void Communicator::exchange(Traffic traffic, std::string_view unit, std::span<co
     }
     ++at;
   }
-  transfer(name_of(traffic), unit, sends, receives, operation.count());
+  transfer.sends_.assign(sends.begin(), sends.end());
+  transfer.receives_.assign(receives.begin(), receives.end());
+}
+
+void Communicator::exchange(Traffic traffic, std::string_view unit, std::span<const Message> sends,
+                            std::span<const Message> receives) {
+  const Operation operation(*this, traffic, name_of(traffic), unit);
+  prepare_exchange(blocking_, traffic, unit, sends, receives);
+  start(blocking_);
+  wait_for(blocking_);
+}
+
+void Communicator::start_exchange(Transfer& transfer, Traffic traffic, std::string_view unit,
+                                  std::span<const Message> sends,
+                                  std::span<const Message> receives) {
+  const Operation operation(*this, traffic, name_of(traffic), unit);
+  prepare_exchange(transfer, traffic, unit, sends, receives);
+  start(transfer);
 }
 
 void Communicator::all_reduce(std::string_view unit, Reduction reduction,
                               std::span<std::int64_t> values) {
   Operation operation(*this, Traffic::kControl, "all-reduce", unit);
+  ++operation.count().calls;
   if (size_ == 1) return;
   const auto count = static_cast<std::int64_t>(values.size());
   for (std::int64_t at = 0; at < count; at += count_limit_) {
@@ -222,30 +345,35 @@ std::int64_t Communicator::all_reduce(std::string_view unit, Reduction reduction
 
 std::vector<std::string> Communicator::all_gather_strings(std::string_view unit,
                                                           const std::string& mine) {
-  Operation operation(*this, Traffic::kControl, "all-gather", unit);
+  const Operation operation(*this, Traffic::kControl, "all-gather", unit);
   std::vector<std::string> all(static_cast<std::size_t>(size_));
   all[static_cast<std::size_t>(rank_)] = mine;
-  if (size_ == 1) return all;
+  if (size_ == 1) {
+    ++count(Traffic::kControl).calls;
+    return all;
+  }
   const auto bytes = static_cast<std::int64_t>(mine.size());
   std::vector<std::int64_t> sizes(static_cast<std::size_t>(size_));
   check(MPI_Allgather(&bytes, 1, MPI_INT64_T, sizes.data(), 1, MPI_INT64_T, comm_), "all-gather",
         unit, -1);
   std::string copy = mine;
-  std::vector<Message> sends, receives;
+  prepare(blocking_, Traffic::kControl, "all-gather", unit);
   for (int peer = 0; peer < size_; ++peer) {
     if (peer == rank_) continue;
     std::string& text = all[static_cast<std::size_t>(peer)];
     text.resize(static_cast<std::size_t>(sizes[static_cast<std::size_t>(peer)]));
-    sends.push_back({peer, reinterpret_cast<std::byte*>(copy.data()), bytes});
-    receives.push_back(
+    blocking_.sends_.push_back({peer, reinterpret_cast<std::byte*>(copy.data()), bytes});
+    blocking_.receives_.push_back(
         {peer, reinterpret_cast<std::byte*>(text.data()), static_cast<std::int64_t>(text.size())});
   }
-  transfer("all-gather", unit, sends, receives, operation.count());
+  start(blocking_);
+  wait_for(blocking_);
   return all;
 }
 
 void Communicator::broadcast(std::string_view unit, std::span<std::byte> bytes, int root) {
   Operation operation(*this, Traffic::kControl, "broadcast", unit);
+  ++operation.count().calls;
   if (size_ == 1) return;
   const auto count = static_cast<std::int64_t>(bytes.size());
   for (std::int64_t at = 0; at < count; at += count_limit_) {
@@ -263,7 +391,8 @@ void Communicator::broadcast(std::string_view unit, std::string& text, int root)
 }
 
 void Communicator::barrier(std::string_view unit) {
-  const Operation operation(*this, Traffic::kControl, "barrier", unit);
+  Operation operation(*this, Traffic::kControl, "barrier", unit);
+  ++operation.count().calls;
   if (size_ > 1) check(MPI_Barrier(comm_), "barrier", unit, -1);
 }
 

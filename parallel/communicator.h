@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "runtime/activity.h"
+#include "runtime/device.h"
 #include "runtime/error.h"
 #include "runtime/view.h"
 
@@ -41,7 +42,10 @@ const char* name_of(Traffic traffic);  // "gather", "reduce", "control"
 struct TrafficCount {
   std::int64_t calls = 0;
   std::int64_t bytes_sent = 0;  // to other ranks
-  double seconds = 0.0;         // from the call to its return: transfer and waiting for peers
+  // Inside the calls: of one that blocks, transfer and waiting for peers; of one in two parts, its
+  // start and what was still to be waited for at its finish.
+  double seconds = 0.0;
+  std::int64_t overlapped = 0;  // calls in two parts that their finish found complete
 };
 
 enum class Reduction : std::uint8_t { kSum, kMin, kMax };
@@ -49,7 +53,12 @@ enum class Reduction : std::uint8_t { kSum, kMin, kMax };
 // Owns a duplicate of an MPI communicator. Not thread-safe. A failed operation throws
 // Error(kCommunication) naming the operation, the unit and, where MPI tells, the peer; the job can
 // then only be aborted. `unit` names what is moved, for messages and the watchdog.
-class Communicator {
+//
+// Transfers in two parts (start_..., then finish) go on while the caller computes, if advance() is
+// called now and then: MPI moves data only inside its calls. Every rank starts and finishes the
+// same transfers in the same order; each has a tag of its own, so those in flight can't be mixed
+// up. The communicator outlives them.
+class Communicator : public BackgroundWork {
  public:
   // Collective over `parent`. `activity`, if given, outlives this and is told of every operation
   // before and after. `count_limit` is the largest count that an MPI call is given.
@@ -66,22 +75,61 @@ class Communicator {
   MPI_Comm handle() const { return comm_; }
   Activity* activity() const { return activity_; }  // may be null
 
-  // A flat array in `size()` slices, rank r's being elements [bounds[r], bounds[r + 1]) of `whole`
-  // (any of them may be empty): every rank's slice to all. `mine` is this rank's slice and may be
-  // its place in `whole`.
-  void all_gather_slices(Traffic traffic, std::string_view unit,
-                         std::span<const std::int64_t> bounds, const View& mine, const View& whole);
-
   // One message of an exchange. Both sides know its size; an empty one isn't sent.
   struct Message {
     int peer = 0;
     std::byte* data = nullptr;
     std::int64_t bytes = 0;
   };
+
+  // What a transfer needs from its start to its finish, kept by its caller and used again and
+  // again: once warm, it allocates nothing.
+  class Transfer {
+   public:
+    Transfer() = default;
+    ~Transfer() { forget(); }
+    Transfer(const Transfer&) = delete;
+    Transfer& operator=(const Transfer&) = delete;
+    bool started() const { return started_; }  // and not finished
+
+   private:
+    friend class Communicator;
+    void forget();
+
+    Communicator* communicator_ = nullptr;  // while in flight
+    bool started_ = false;
+    Traffic traffic_ = Traffic::kControl;
+    const char* operation_ = "";
+    std::string unit_;
+    int tag_ = 0;
+    std::vector<Message> sends_, receives_;
+    int next_shift_ = 1;  // of the peers that come next
+    std::vector<MPI_Request> requests_;
+    std::vector<int> request_peers_;
+    std::size_t complete_ = 0;  // requests that are
+  };
+
+  // A flat array in `size()` slices, rank r's being elements [bounds[r], bounds[r + 1]) of `whole`
+  // (any of them may be empty): every rank's slice to all. `mine` is this rank's slice and may be
+  // its place in `whole`. In two parts, `whole` must be left alone until the finish; `mine` is free
+  // once started.
+  void all_gather_slices(Traffic traffic, std::string_view unit,
+                         std::span<const std::int64_t> bounds, const View& mine, const View& whole);
+  void start_all_gather_slices(Transfer& transfer, Traffic traffic, std::string_view unit,
+                               std::span<const std::int64_t> bounds, const View& mine,
+                               const View& whole);
+
   // Sends and receives all messages; between two ranks they match in order. Messages to oneself are
-  // copied.
+  // copied. In two parts, all data must be left alone until the finish.
   void exchange(Traffic traffic, std::string_view unit, std::span<const Message> sends,
                 std::span<const Message> receives);
+  void start_exchange(Transfer& transfer, Traffic traffic, std::string_view unit,
+                      std::span<const Message> sends, std::span<const Message> receives);
+
+  // Returns when the transfer, which was started, is complete on this rank.
+  void finish(Transfer& transfer);
+  // Moves the transfers in flight on, without waiting.
+  void advance() override;
 
   // In place, element by element.
   void all_reduce(std::string_view unit, Reduction reduction, std::span<std::int64_t> values);
@@ -98,13 +146,26 @@ class Communicator {
   const TrafficCount& traffic(Traffic kind) const {
     return traffic_[static_cast<std::size_t>(kind)];
   }
-  void reset_traffic() { traffic_ = {}; }
+  // Since the last reset: transfers in flight at once at most, and seconds inside advance().
+  std::int64_t most_in_flight() const { return most_in_flight_; }
+  double advance_seconds() const { return advance_seconds_; }
+  void reset_traffic();
 
  private:
   class Operation;
   void check(int code, const char* operation, std::string_view unit, int peer) const;
-  void transfer(const char* operation, std::string_view unit, std::span<const Message> sends,
-                std::span<const Message> receives, TrafficCount& count);
+  void check(int code, Transfer& transfer, int peer);
+  TrafficCount& count(Traffic traffic) { return traffic_[static_cast<std::size_t>(traffic)]; }
+  void prepare(Transfer& transfer, Traffic traffic, const char* operation, std::string_view unit);
+  void prepare_gather(Transfer& transfer, Traffic traffic, std::string_view unit,
+                      std::span<const std::int64_t> bounds, const View& mine, const View& whole);
+  void prepare_exchange(Transfer& transfer, Traffic traffic, std::string_view unit,
+                        std::span<const Message> sends, std::span<const Message> receives);
+  void start(Transfer& transfer);
+  void post(Transfer& transfer, const Message& message, bool send);
+  void post_next_peers(Transfer& transfer);
+  bool move_on(Transfer& transfer);
+  void wait_for(Transfer& transfer);
 
   MPI_Comm comm_ = MPI_COMM_NULL;
   Activity* activity_ = nullptr;
@@ -113,9 +174,11 @@ class Communicator {
   int size_ = 1;
   std::vector<std::string> hosts_;
   std::array<TrafficCount, kTrafficKinds> traffic_{};
-  std::vector<Message> sends_, receives_;  // kept, so that a step allocates nothing
-  std::vector<MPI_Request> requests_;
-  std::vector<int> request_peers_;
+  std::int64_t most_in_flight_ = 0;
+  double advance_seconds_ = 0.0;
+  std::int64_t transfers_ = 0;  // ever started: the same number on all ranks
+  std::vector<Transfer*> in_flight_;
+  Transfer blocking_;  // of the calls in one part
 };
 
 }  // namespace tessera

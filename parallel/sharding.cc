@@ -56,4 +56,11 @@ void gather_unit(Communicator& communicator, const UnitLayout& layout,
   communicator.all_gather_slices(Traffic::kGather, layout.name(), bounds, mine, whole);
 }
 
+void start_gather_unit(Communicator& communicator, Communicator::Transfer& transfer,
+                       const UnitLayout& layout, std::span<const std::int64_t> bounds,
+                       const View& mine, const View& whole) {
+  communicator.start_all_gather_slices(transfer, Traffic::kGather, layout.name(), bounds, mine,
+                                       whole);
+}
+
 }  // namespace tessera

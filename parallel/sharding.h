@@ -64,8 +64,13 @@ class UnitLayout {
 };
 
 // Collective. mine [slice of this rank] f32, may be its place in whole [layout.count()]. `bounds`
-// are layout.bounds(ranks), kept by the caller.
+// are layout.bounds(ranks), kept by the caller. In two parts, `whole` must be left alone until the
+// transfer is finished.
 void gather_unit(Communicator& communicator, const UnitLayout& layout,
                  std::span<const std::int64_t> bounds, const View& mine, const View& whole);
+
+void start_gather_unit(Communicator& communicator, Communicator::Transfer& transfer,
+                       const UnitLayout& layout, std::span<const std::int64_t> bounds,
+                       const View& mine, const View& whole);
 
 }  // namespace tessera

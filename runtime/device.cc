@@ -35,7 +35,7 @@ void Queue::take_pieces(Worker& worker) {
   try {
     for (std::int64_t piece = worker.index(); piece < pieces_ && !failed_; piece += threads()) {
       call_(context_, piece, worker);
-      if (worker.index() == 0) advance_progress();
+      if (worker.index() == 0) advance_background();
     }
   } catch (...) {
     const std::lock_guard lock(mutex_);
@@ -44,12 +44,12 @@ void Queue::take_pieces(Worker& worker) {
   }
 }
 
-void Queue::advance_progress() {
-  if (progress_ == nullptr) return;
+void Queue::advance_background() {
+  if (background_ == nullptr) return;
   const auto now = std::chrono::steady_clock::now();
-  if (now - last_progress_ < kProgressInterval) return;
-  progress_->advance();
-  last_progress_ = std::chrono::steady_clock::now();
+  if (now - last_advance_ < kAdvanceInterval) return;
+  background_->advance();
+  last_advance_ = std::chrono::steady_clock::now();
 }
 
 void Queue::work(int index) {
@@ -72,7 +72,7 @@ void Queue::run(std::int64_t pieces, Piece call, const void* context) {
   if (threads_.empty() || pieces <= 1) {
     for (std::int64_t piece = 0; piece < pieces; ++piece) {
       call(context, piece, worker(0));
-      advance_progress();
+      advance_background();
     }
     return;
   }

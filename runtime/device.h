@@ -41,12 +41,12 @@ struct Event {
 
 // Work that goes on beside a queue's and needs a thread's attention now and then, as transfers
 // between ranks do. Every call returns soon.
-class Progress {
+class BackgroundWork {
  public:
   virtual void advance() = 0;
 
  protected:
-  ~Progress() = default;
+  ~BackgroundWork() = default;
 };
 
 // Runs pieces of work in order of submission. Not thread-safe: one thread submits.
@@ -74,11 +74,11 @@ class Queue {
         &body);
   }
 
-  // `progress`, which outlives its use here (null: none), is called by the submitting thread between
-  // its pieces of work, at most once in kProgressInterval. What it throws comes out as a piece's
-  // exception does.
-  static constexpr std::chrono::microseconds kProgressInterval{100};
-  void set_progress(Progress* progress) { progress_ = progress; }
+  // `work`, which outlives its use here (null: none), is advanced by the submitting thread between
+  // its pieces, at most once in kAdvanceInterval. What it throws comes out as a piece's exception
+  // does.
+  static constexpr std::chrono::microseconds kAdvanceInterval{100};
+  void set_background(BackgroundWork* work) { background_ = work; }
 
   // Bytes of equal views; the source may lie on another device when there is one.
   void copy(const View& to, const View& from);
@@ -92,7 +92,7 @@ class Queue {
   void run(std::int64_t pieces, Piece call, const void* context);
   void work(int index);
   void take_pieces(Worker& worker);
-  void advance_progress();
+  void advance_background();
 
   std::vector<std::unique_ptr<Worker>> workers_;
   std::vector<std::thread> threads_;
@@ -107,8 +107,8 @@ class Queue {
   std::atomic<bool> failed_{false};
   std::exception_ptr failure_;
   std::uint64_t sequence_ = 0;
-  Progress* progress_ = nullptr;
-  std::chrono::steady_clock::time_point last_progress_;
+  BackgroundWork* background_ = nullptr;
+  std::chrono::steady_clock::time_point last_advance_;
 };
 
 class Device {
