@@ -25,6 +25,7 @@
 #include "launch/tokenize.h"
 #include "runtime/error.h"
 #include "tests/data/plain_tokenizer.h"
+#include "tests/data/temp_folder.h"
 
 namespace tessera {
 namespace {
@@ -32,28 +33,6 @@ namespace {
 using nlohmann::json;
 using ::testing::HasSubstr;
 using Ids = std::vector<std::uint32_t>;
-
-class TempFolder {
- public:
-  TempFolder() {
-    std::string pattern = (std::filesystem::temp_directory_path() / "tokenizer-XXXXXX").string();
-    path_ = mkdtemp(pattern.data());
-  }
-  ~TempFolder() {
-    std::error_code ignored;
-    std::filesystem::remove_all(path_, ignored);
-  }
-  TempFolder(const TempFolder&) = delete;
-  TempFolder& operator=(const TempFolder&) = delete;
-  std::string write(const std::string& name, std::string_view content) const {
-    const std::string path = path_ + "/" + name;
-    std::ofstream(path, std::ios::binary) << content;
-    return path;
-  }
-
- private:
-  std::string path_;
-};
 
 Ids encode(const Tokenizer& tokenizer, std::string_view text, bool parse_special = false) {
   Ids ids;
