@@ -20,8 +20,9 @@ namespace tessera {
 bool glob_matches(const std::string& glob, const std::string& path);
 
 // Files of `component` below `root`, relative to it: the globs in turn, within each by path
-// compared as bytes, every file once. Links to files are followed, links to folders are not.
-// Throws Error(kData) for a glob that names nothing, and for what can't be listed.
+// compared as bytes, every file once. Links to files are followed, links to folders only where a
+// glob names them before its first wildcard. Throws Error(kData) for a glob that names nothing, and
+// for what can't be listed.
 std::vector<std::string> list_sources(const std::string& root, const Component& component);
 
 // The bytes of a file, unpacked when its name ends in .gz or .zst. Throws Error(kData), naming the

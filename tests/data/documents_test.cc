@@ -107,7 +107,7 @@ TEST_F(SourcesTest, AGlobThatNamesNothingIsAnError) {
   EXPECT_THAT(thrown.message, HasSubstr("component c: glob \"b/*.txt\""));
 }
 
-TEST_F(SourcesTest, LinksToFilesCountLinksToFoldersDont) {
+TEST_F(SourcesTest, LinksToFilesCountLinksToFoldersOnlyByName) {
   touch("real/a.txt");
   std::filesystem::create_directory(root_ / "links");
   std::filesystem::create_symlink("../real/a.txt", root_ / "links/b.txt");
@@ -115,6 +115,13 @@ TEST_F(SourcesTest, LinksToFilesCountLinksToFoldersDont) {
   EXPECT_THAT(list({"links/**"}), ElementsAre("links/b.txt"));
   std::filesystem::create_symlink("nowhere", root_ / "links/c.txt");
   EXPECT_THAT(thrown_by([&] { list({"links/*.txt"}); }).message, HasSubstr("links/c.txt"));
+
+  // A glob may name one, as one names a mounted folder.
+  std::filesystem::create_directory_symlink("real", root_ / "named");
+  EXPECT_THAT(list({"named"}), ElementsAre("named/a.txt"));
+  EXPECT_THAT(list({"named/*.txt"}), ElementsAre("named/a.txt"));
+  EXPECT_THAT(list({"**/a.txt"}), ElementsAre("real/a.txt"));
+  EXPECT_THAT(thrown_by([&] { list({"nam?d/*.txt"}); }).message, HasSubstr("names no file"));
 }
 
 class SourceFileTest : public ::testing::Test {
