@@ -4,6 +4,7 @@
 #include <bit>
 #include <cstring>
 
+#include "layers/kernels/elementwise.h"
 #include "parallel/exact_sum.h"
 
 namespace tessera {
@@ -60,6 +61,7 @@ ModelPart part_of(UnitSpec::Kind kind) {
 
 EnginePlan::EnginePlan(const Stack& stack, const EngineOptions& options)
     : options_(options),
+      compute_(stack.compute()),
       units_(stack.units()),
       share_(options.accumulate, options.quanta, options.ranks) {
   const BatchShape shape = options.quantum;
@@ -67,7 +69,7 @@ EnginePlan::EnginePlan(const Stack& stack, const EngineOptions& options)
 
   std::int64_t largest = 0, workspace = 0, scratch = 0, saved = 0;
   for (std::size_t u = 0; u < units_.size(); ++u) {
-    largest = std::max(largest, layouts_[u].count() * 4);
+    largest = std::max(largest, layouts_[u].count());
     workspace =
         std::max(workspace, CanonicalSum::workspace(layouts_[u], share_, options.rank).bytes());
     scratch = std::max(scratch, Layout(scratch_of(stack, units_[u], shape)).bytes());
@@ -76,24 +78,28 @@ EnginePlan::EnginePlan(const Stack& stack, const EngineOptions& options)
 
   const bool shared = options.ranks > 1;
   const std::size_t gathered =
-      shared && !options.gather_per_step ? book("gathered parameters", "one unit", largest) : 0;
+      shared && !options.gather_per_step
+          ? book("gathered parameters", "one unit", largest * size_of(compute_))
+          : 0;
   for (std::size_t u = 0; u < units_.size(); ++u) {
     const std::int64_t slice = layouts_[u].slice(options.rank, options.ranks).count() * 4;
     const std::string& name = units_[u].name;
     UnitBookings bookings{};
     bookings.weights = book("master parameters", name, slice);
+    bookings.rounded = rounds() ? book("rounded parameters", name, slice / 4 * size_of(compute_))
+                                : bookings.weights;
     bookings.first = book("optimiser moments", name + " first", slice);
     bookings.second = book("optimiser moments", name + " second", slice);
     bookings.sum = book("gradient sums", name,
                         Layout(CanonicalSum::buffers(layouts_[u], share_, options.rank)).bytes());
     if (shared) {
-      bookings.gathered = options.gather_per_step
-                              ? book("gathered parameters", name, layouts_[u].count() * 4)
-                              : gathered;
+      bookings.gathered = options.gather_per_step ? book("gathered parameters", name,
+                                                         layouts_[u].count() * size_of(compute_))
+                                                  : gathered;
     }
     unit_bookings_.push_back(bookings);
   }
-  gradient_ = book("gradient of one unit", "gradient", largest);
+  gradient_ = book("gradient of one unit", "gradient", largest * 4);
   sum_workspace_ = book("exchange buffers", "canonical sum", workspace);
 
   const std::int64_t row_bytes = shape.rows() * width_of(units_) * 4;
@@ -127,12 +133,12 @@ EnginePlan::Communication EnginePlan::communication() const {
   if (ranks == 1) return result;
   const std::int64_t quanta = share_.count(options_.rank);
   for (std::size_t u = 0; u < units_.size(); ++u) {
-    const std::int64_t slice = layouts_[u].slice(options_.rank, ranks).count() * 4;
-    const std::int64_t others = layouts_[u].count() * 4 - slice;
+    const std::int64_t slice = layouts_[u].slice(options_.rank, ranks).count();
+    const std::int64_t others = (layouts_[u].count() - slice) * 4;
     // Blocks compute in two passes; the head in one, and the embedding's backward reads no weight.
     const bool twice = units_[u].kind == UnitSpec::Kind::kBlock && !options_.gather_per_step;
     const std::int64_t gathers = options_.gather_per_step ? 1 : share_.rounds() * (twice ? 2 : 1);
-    result.gather_bytes += gathers * slice * (ranks - 1);
+    result.gather_bytes += gathers * slice * size_of(compute_) * (ranks - 1);
     if (share_.policy() == Accumulate::kSharded) {
       result.reduce_bytes += quanta * others;
     } else if (quanta > 0) {
@@ -172,8 +178,10 @@ Engine::Engine(const Stack& stack, const EnginePlan& plan, Device& device,
     unit.weights = arena_.view(bookings.weights, DType::kF32, {slice.count()});
     unit.first = arena_.view(bookings.first, DType::kF32, {slice.count()});
     unit.second = arena_.view(bookings.second, DType::kF32, {slice.count()});
-    unit.whole = options.ranks == 1 ? unit.weights
-                                    : arena_.view(bookings.gathered, DType::kF32, {layout.count()});
+    unit.rounded = arena_.view(bookings.rounded, plan.compute(), {slice.count()});
+    unit.whole = options.ranks == 1
+                     ? unit.rounded
+                     : arena_.view(bookings.gathered, plan.compute(), {layout.count()});
     unit.parameters = layout.views(unit.whole);
     unit.gradient = arena_.view(plan.gradient_, DType::kF32, {layout.count()});
     unit.gradients = layout.views(unit.gradient);
@@ -205,6 +213,7 @@ void Engine::initialise(std::uint64_t seed) {
     device_.queue().fill_zero(unit.first);
     device_.queue().fill_zero(unit.second);
   }
+  weights_changed();
 }
 
 LayerMemory Engine::memory(std::size_t unit) const {
@@ -214,13 +223,15 @@ LayerMemory Engine::memory(std::size_t unit) const {
 void Engine::gather(std::size_t u) {
   Unit& unit = units_[u];
   if (unit.gathered || communicator_.size() == 1) return;
-  gather_unit(communicator_, plan_.layouts()[u], unit.bounds, unit.weights, unit.whole);
+  gather_unit(communicator_, plan_.layouts()[u], unit.bounds, unit.rounded, unit.whole);
   unit.gathered = plan_.options().gather_per_step;
 }
 
-// The weights have changed: what was gathered is stale.
-void Engine::release() {
-  for (Unit& unit : units_) unit.gathered = false;
+void Engine::weights_changed() {
+  for (Unit& unit : units_) {
+    unit.gathered = false;
+    if (plan_.rounds()) convert(device_.queue(), unit.rounded, unit.weights);
+  }
 }
 
 void Engine::forward(const Batch* batch) {
@@ -340,10 +351,11 @@ StepResult Engine::step(const OptimConfig& config, double rate, std::int64_t cou
         const std::int64_t begin = piece.offset, end = piece.offset + piece.count();
         adamw_update(device_.queue(), step, units_[u].weights.slice(begin, end),
                      units_[u].first.slice(begin, end), units_[u].second.slice(begin, end),
-                     slices_[u].slice(begin, end));
+                     slices_[u].slice(begin, end),
+                     plan_.rounds() ? units_[u].rounded.slice(begin, end) : View());
       }
+      units_[u].gathered = false;
     }
-    release();
   }
   return result;
 }
@@ -379,7 +391,6 @@ std::vector<CheckpointArray> Engine::arrays(bool moments) {
       add("adamw/v/", unit.second);
     }
   }
-  release();  // a reader of the arrays may write to them
   return arrays;
 }
 

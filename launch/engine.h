@@ -41,6 +41,9 @@ class EnginePlan {
   const std::vector<UnitSpec>& units() const { return units_; }
   const std::vector<UnitLayout>& layouts() const { return layouts_; }
   const QuantumShare& share() const { return share_; }
+  DType compute() const { return compute_; }
+  // Whether parameters compute in a copy of their own, rounded from the f32 masters.
+  bool rounds() const { return compute_ != DType::kF32; }
   // Bytes that this rank sends for parameters and for gradients in one step.
   struct Communication {
     std::int64_t gather_bytes = 0;
@@ -53,6 +56,7 @@ class EnginePlan {
   std::size_t book(const char* category, const std::string& name, std::int64_t bytes);
 
   EngineOptions options_;
+  DType compute_;
   std::vector<UnitSpec> units_;
   std::vector<UnitLayout> layouts_;
   QuantumShare share_;
@@ -60,6 +64,7 @@ class EnginePlan {
 
   struct UnitBookings {
     std::size_t weights, first, second, sum;
+    std::size_t rounded;   // this rank's slice as it computes; the weights themselves in f32
     std::size_t gathered;  // where this unit's whole parameters come to lie (more than one rank)
   };
   std::vector<UnitBookings> unit_bookings_;
@@ -97,12 +102,15 @@ class Engine {
   double evaluate(bool has_batch);
 
   // This rank's parts of all parameters, and with `moments` of AdamW's; pointing into the engine.
+  // Who writes to them calls weights_changed() before the next step or evaluation.
   std::vector<CheckpointArray> arrays(bool moments);
+  void weights_changed();
 
  private:
   struct Unit {
     View weights, first, second;   // this rank's slice, f32
-    View whole;                    // gathered
+    View rounded;                  // this rank's slice in the compute type
+    View whole;                    // gathered, in the compute type
     std::vector<View> parameters;  // views of `whole`
     std::vector<View> gradients;   // views of the gradient buffer
     View gradient;                 // the whole unit in the gradient buffer
@@ -114,7 +122,6 @@ class Engine {
   };
 
   void gather(std::size_t unit);
-  void release();
   void forward(const Batch* batch);
   double head(const Batch* batch, double scale);
   void backward(const Batch* batch);

@@ -110,7 +110,7 @@ void plan(const PlanArguments& arguments) {
     length = recipe.sequence_length;
     resolve(config, recipe, recipe.vocabulary_limit > 0 ? recipe.vocabulary_limit + 1 : 0);
   }
-  const Stack stack(config.model());
+  const Stack stack(config.model(), compute_type(config));
   const RunSummary summary = summarise(stack, config, length, arguments.ranks);
   if (arguments.json) {
     print_json(summary, arguments.ranks);

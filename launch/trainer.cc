@@ -59,6 +59,10 @@ std::string run_numerics(const Config& config, const TokenStream& stream) {
          stream.corpus().tokenizer_digest + "\"\n";
 }
 
+DType compute_type(const Config& config) {
+  return config.train().precision() == TrainConfig::BF16 ? DType::kBF16 : DType::kF32;
+}
+
 EngineOptions engine_options(const Config& config, std::int64_t sequence_length, int rank,
                              int ranks) {
   EngineOptions options;
@@ -183,6 +187,7 @@ bool Trainer::resume_from(const std::string& path, const ResumeOptions& resume, 
       check_resume(saved == meta.texts.end() ? "" : saved->second, numerics_, resume.allow_change);
     });
     agreed([&] { read_checkpoint(communicator_, path, engine_->arrays(true)); });
+    engine_->weights_changed();
   } catch (const AgreedError& error) {
     if (!may_skip || error.code() != ExitCode::kCheckpoint) throw;
     say("skipping " + path + ": " + error.what());
@@ -209,6 +214,7 @@ void Trainer::load_parameters(const std::string& path) {
     }
   });
   agreed([&] { read_checkpoint(communicator_, path, engine_->arrays(false)); });
+  engine_->weights_changed();
   say("parameters from " + path + "; moments, stream and schedule start anew");
 }
 

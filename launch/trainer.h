@@ -44,6 +44,9 @@ void resolve(Config& config, const Recipe& recipe, std::int64_t vocabulary);
 // The NUMERICS part of the run: the config's, and the digests of recipe, tokenizer and data.
 std::string run_numerics(const Config& config, const TokenStream& stream);
 
+// The type that train.precision asks for.
+DType compute_type(const Config& config);
+
 EngineOptions engine_options(const Config& config, std::int64_t sequence_length, int rank,
                              int ranks);
 

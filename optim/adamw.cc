@@ -11,6 +11,7 @@
 #include <limits>
 
 #include "optim/adamw.h"
+#include "runtime/bfloat16-inl.h"
 
 #ifndef TESSERA_OPTIM_ADAMW_ONCE
 #define TESSERA_OPTIM_ADAMW_ONCE
@@ -36,7 +37,8 @@ using Lanes = hn::ScalableTag<float>;
 // One vector of elements.
 HWY_INLINE void update_vector(const AdamWFactors& f, float* HWY_RESTRICT weights,
                               float* HWY_RESTRICT first, float* HWY_RESTRICT second,
-                              const float* HWY_RESTRICT gradient) {
+                              const float* HWY_RESTRICT gradient,
+                              std::uint16_t* HWY_RESTRICT rounded) {
   const Lanes d;
   const auto smallest = hn::Set(d, std::numeric_limits<float>::min());
   const auto g = hn::Mul(hn::Set(d, f.gradient_scale), hn::LoadU(d, gradient));
@@ -50,19 +52,24 @@ HWY_INLINE void update_vector(const AdamWFactors& f, float* HWY_RESTRICT weights
   const auto root = hn::MulAdd(hn::Sqrt(v), hn::Set(d, f.root_scale), hn::Set(d, f.epsilon));
   const auto move = hn::Mul(hn::Set(d, f.rate), hn::Div(m, root));
   const auto w = hn::LoadU(d, weights);
-  hn::StoreU(hn::Sub(w, hn::MulAdd(hn::Set(d, f.decay), w, move)), d, weights);
+  const auto updated = hn::Sub(w, hn::MulAdd(hn::Set(d, f.decay), w, move));
+  hn::StoreU(updated, d, weights);
+  if (rounded != nullptr) {
+    hn::StoreU(bfloat16_bits(updated), BFloat16Bits(), rounded);
+  }
   hn::StoreU(m, d, first);
   hn::StoreU(v, d, second);
 }
 
 void update_piece(const AdamWFactors& f, std::int64_t count, float* HWY_RESTRICT weights,
                   float* HWY_RESTRICT first, float* HWY_RESTRICT second,
-                  const float* HWY_RESTRICT gradient) {
+                  const float* HWY_RESTRICT gradient, std::uint16_t* HWY_RESTRICT rounded) {
   const Lanes d;
   const auto lanes = static_cast<std::int64_t>(hn::Lanes(d));
   std::int64_t i = 0;
   for (; i + lanes <= count; i += lanes) {
-    update_vector(f, weights + i, first + i, second + i, gradient + i);
+    update_vector(f, weights + i, first + i, second + i, gradient + i,
+                  rounded == nullptr ? nullptr : rounded + i);
   }
   if (i == count) {
     return;
@@ -73,7 +80,10 @@ void update_piece(const AdamWFactors& f, std::int64_t count, float* HWY_RESTRICT
   std::copy(first + i, first + count, tail[1].begin());
   std::copy(second + i, second + count, tail[2].begin());
   std::copy(gradient + i, gradient + count, tail[3].begin());
-  update_vector(f, tail[0].data(), tail[1].data(), tail[2].data(), tail[3].data());
+  HWY_ALIGN std::array<std::uint16_t, hn::MaxLanes(d)> rounded_tail{};
+  update_vector(f, tail[0].data(), tail[1].data(), tail[2].data(), tail[3].data(),
+                rounded == nullptr ? nullptr : rounded_tail.data());
+  if (rounded != nullptr) std::copy_n(rounded_tail.begin(), count - i, rounded + i);
   std::copy_n(tail[0].begin(), count - i, weights + i);
   std::copy_n(tail[1].begin(), count - i, first + i);
   std::copy_n(tail[2].begin(), count - i, second + i);
@@ -125,10 +135,11 @@ AdamWStep adamw_step(const OptimConfig& config, double scheduled_rate, const Par
 }
 
 void adamw_update(Queue& queue, const AdamWStep& step, const View& weights, const View& first,
-                  const View& second, const View& gradient) {
+                  const View& second, const View& gradient, const View& rounded) {
   TESSERA_CHECK(step.count >= 1);
   const std::int64_t count = weights.count();
   TESSERA_CHECK(first.count() == count && second.count() == count && gradient.count() == count);
+  TESSERA_CHECK(rounded.empty() || rounded.count() == count);
   const auto t = static_cast<double>(step.count);
   const double correction1 = 1.0 - std::pow(step.beta1, t);
   const double correction2 = 1.0 - std::pow(step.beta2, t);
@@ -144,10 +155,13 @@ void adamw_update(Queue& queue, const AdamWStep& step, const View& weights, cons
   auto* const m = first.as<float>();
   auto* const v = second.as<float>();
   const auto* const g = gradient.as<float>();
+  auto* const r =
+      rounded.empty() ? nullptr : reinterpret_cast<std::uint16_t*>(rounded.as<BFloat16>());
   queue.parallel_for((count + kPiece - 1) / kPiece, [&](std::int64_t piece, Worker&) {
     const std::int64_t begin = piece * kPiece;
     HWY_DYNAMIC_DISPATCH(update_piece)
-    (factors, std::min(kPiece, count - begin), w + begin, m + begin, v + begin, g + begin);
+    (factors, std::min(kPiece, count - begin), w + begin, m + begin, v + begin, g + begin,
+     r == nullptr ? nullptr : r + begin);
   });
 }
 

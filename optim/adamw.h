@@ -44,7 +44,8 @@ AdamWStep adamw_step(const OptimConfig& config, double scheduled_rate, const Par
                      std::int64_t adam_steps, double gradient_scale);
 
 // weights, first, second, gradient: f32 views of equal count that don't overlap, any shape;
-// gradient is read, the others are updated in place. With t = count, formulas of Loshchilov and
+// gradient is read, the others are updated in place. rounded: empty, or bf16 of the same count,
+// which becomes the updated weights rounded to nearest even. With t = count, formulas of Loshchilov and
 // Hutter 2019, algorithm 2:
 //   g = gradient_scale * gradient
 //   m += (1 - beta1) (g - m)
@@ -57,6 +58,6 @@ AdamWStep adamw_step(const OptimConfig& config, double scheduled_rate, const Par
 // that element alone: any cut of an array into pieces gives the same. Throws kInternal for views
 // of another type or count.
 void adamw_update(Queue& queue, const AdamWStep& step, const View& weights, const View& first,
-                  const View& second, const View& gradient);
+                  const View& second, const View& gradient, const View& rounded = {});
 
 }  // namespace tessera

@@ -46,7 +46,8 @@ std::vector<View> UnitLayout::views(const View& whole) const {
   TESSERA_CHECK(whole.count() == count_);
   std::vector<View> views;
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
-    views.emplace_back(whole.as<float>() + offsets_[i], parameters_[i].shape);
+    views.emplace_back(whole.dtype(), parameters_[i].shape,
+                       whole.raw() + offsets_[i] * size_of(whole.dtype()));
   }
   return views;
 }

@@ -53,7 +53,7 @@ class UnitLayout {
   std::int64_t largest_slice(int ranks) const;
   // In order of the buffer.
   std::vector<Piece> pieces(const Slice& slice) const;
-  // Every parameter in a whole buffer [count()] f32.
+  // Every parameter in a whole buffer [count()] of any type.
   std::vector<View> views(const View& whole) const;
 
  private:

@@ -14,6 +14,7 @@
 #include "hwy/contrib/math/math-inl.h"
 #include "hwy/highway.h"
 #include "layers/kernels/elementwise.h"
+#include "runtime/bfloat16-inl.h"
 
 HWY_BEFORE_NAMESPACE();
 namespace tessera {
@@ -48,41 +49,23 @@ HWY_INLINE void store(FloatVector value, float* to, std::int64_t count) {
   std::memcpy(to, room, static_cast<std::size_t>(count) * sizeof(float));
 }
 
-using Halves = hn::Rebind<std::uint16_t, Floats>;
-
-// f32 <-> the bits of bf16, to the nearest, ties to even; NaN stays NaN. In integers, so that every
-// instruction set rounds alike.
-HWY_INLINE FloatVector from_bfloat16(hn::Vec<Halves> bits) {
-  const hn::RebindToUnsigned<Floats> d;
-  return hn::BitCast(Floats(), hn::ShiftLeft<16>(hn::PromoteTo(d, bits)));
-}
-HWY_INLINE hn::Vec<Halves> to_bfloat16_bits(FloatVector value) {
-  const hn::RebindToUnsigned<Floats> d;
-  const auto bits = hn::BitCast(d, value);
-  const auto odd = hn::And(hn::ShiftRight<16>(bits), hn::Set(d, 1U));
-  const auto rounded = hn::Add(hn::Add(bits, hn::Set(d, 0x7FFFU)), odd);
-  const auto quiet = hn::Or(bits, hn::Set(d, 0x400000U));
-  const auto kept = hn::IfThenElse(hn::RebindMask(d, hn::IsNaN(value)), quiet, rounded);
-  return hn::TruncateTo(Halves(), hn::ShiftRight<16>(kept));
-}
-
 HWY_INLINE FloatVector load(const BFloat16* from, std::int64_t count, float fill = 0.0F) {
   const auto* bits = reinterpret_cast<const std::uint16_t*>(from);
-  if (count >= lanes()) return from_bfloat16(hn::LoadU(Halves(), bits));
+  if (count >= lanes()) return from_bfloat16(hn::LoadU(BFloat16Bits(), bits));
   HWY_ALIGN std::uint16_t room[hn::MaxLanes(Floats())];
-  hn::Store(to_bfloat16_bits(hn::Set(Floats(), fill)), Halves(), room);
+  hn::Store(bfloat16_bits(hn::Set(Floats(), fill)), BFloat16Bits(), room);
   std::memcpy(room, bits, static_cast<std::size_t>(count) * sizeof(std::uint16_t));
-  return from_bfloat16(hn::Load(Halves(), room));
+  return from_bfloat16(hn::Load(BFloat16Bits(), room));
 }
 
 HWY_INLINE void store(FloatVector value, BFloat16* to, std::int64_t count) {
   auto* bits = reinterpret_cast<std::uint16_t*>(to);
   if (count >= lanes()) {
-    hn::StoreU(to_bfloat16_bits(value), Halves(), bits);
+    hn::StoreU(bfloat16_bits(value), BFloat16Bits(), bits);
     return;
   }
   HWY_ALIGN std::uint16_t room[hn::MaxLanes(Floats())];
-  hn::Store(to_bfloat16_bits(value), Halves(), room);
+  hn::Store(bfloat16_bits(value), BFloat16Bits(), room);
   std::memcpy(bits, room, static_cast<std::size_t>(count) * sizeof(std::uint16_t));
 }
 

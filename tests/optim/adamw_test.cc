@@ -393,5 +393,38 @@ TEST(AdamW, B10_AStoppedRunTakesTheSameSteps) {
   }
 }
 
+// B18: a weight that moves by far less than a step of bf16 does move, in its master; what computes
+// is the master, rounded.
+TEST(AdamW, B18_SmallUpdatesReachTheMasterAndTheCopyIsTheMasterRounded) {
+  constexpr int kSteps = 1000;
+  on_every_target([&] {
+    Queue queue(2);
+    // Several vectors and a tail; all elements alike but the last, whose gradient turns.
+    constexpr std::size_t kCount = 37;
+    Arrays<float> found(std::vector<float>(kCount, 1.0F));
+    Arrays<double> expected(std::vector<double>(kCount, 1.0));
+    std::vector<BFloat16> rounded(kCount);
+    std::vector<float> gradient(kCount, 0.5F);
+    AdamWStep step;
+    step.learning_rate = 1e-4;
+    step.weight_decay = 0.1;
+    for (step.count = 1; step.count <= kSteps; ++step.count) {
+      gradient.back() = step.count % 3 == 0 ? -0.25F : 0.125F;
+      adamw_update(queue, step, view(found.weights), view(found.first), view(found.second),
+                   view(gradient), {rounded.data(), Shape{kCount}});
+      reference(step, expected, gradient);
+      for (std::size_t i = 0; i < kCount; ++i) {
+        ASSERT_EQ(rounded[i].bits, to_bfloat16(found.weights[i]).bits) << step.count;
+      }
+    }
+    for (std::size_t i = 0; i < kCount; ++i) {
+      EXPECT_NEAR(found.weights[i], expected.weights[i], 1e-5 * std::abs(expected.weights[i]));
+    }
+    // A bf16 weight would still be 1: the step of 1e-4 is below half of bf16's 2^-8 there.
+    EXPECT_LT(found.weights[0], 0.91F);
+    EXPECT_EQ(to_float(to_bfloat16(1.0F - 1e-4F)), 1.0F);
+  });
+}
+
 }  // namespace
 }  // namespace tessera

@@ -29,6 +29,34 @@ def test_ranks_and_threads():
             assert ("don't divide" in done.stdout) == (ranks > 1), done.stdout
 
 
+def test_bf16():
+    folder = h.new_folder("bf16")
+    bf16 = ["train.precision=BF16"]
+    h.train(h.make_config(), folder, ranks=0, sets=bf16)
+    losses = [entry["loss"] for entry in h.metrics(folder) if "loss" in entry]
+    full = [entry["loss"] for entry in h.metrics(h.FOLDER + "/reference") if "loss" in entry]
+    assert losses != full
+    for a, b in zip(losses, full):
+        assert abs(a - b) < 0.02 * b, (losses, full)
+    grid = [(1, 2, []), (2, 1, []), (3, 2, ["parallel.gather=PER_STEP"]),
+            (5, 1, ["parallel.accumulate=LOCAL", "execution.recompute=true"]), (8, 1, [])]
+    if h.LONG:
+        grid += [(ranks, threads, []) for ranks in RANKS for threads in (1, 2)]
+    for ranks, threads, policy in grid:
+        name = f"bf16-{ranks}-{threads}-{len(policy)}"
+        h.train(h.make_config(), h.new_folder(name), ranks,
+                sets=bf16 + policy + [f"execution.threads={threads}"])
+        h.assert_same_run(h.FOLDER + "/" + name, folder)
+    # Stopped on 2 ranks, resumed on 3 and on 1; another precision isn't the same run.
+    name = h.new_folder("bf16-resumed")
+    for ranks, stop in ((2, 2), (3, 4)):
+        h.train(h.make_config(), name, ranks, sets=bf16 + [f"train.stop_at_step={stop}"])
+    refused = h.train(h.make_config(), name, 1, expect=2)
+    assert "train.precision" in refused.stderr, refused.stderr
+    h.train(h.make_config(), name, 1, sets=bf16)
+    h.assert_same_file(h.last_checkpoint(name), h.last_checkpoint(folder))
+
+
 def test_policies():
     policies = [("recompute", ["execution.recompute=true"]),
                 ("per_step", ["parallel.gather=PER_STEP"]),
