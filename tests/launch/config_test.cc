@@ -151,7 +151,7 @@ TEST_F(ConfigTest, B35_BrokenConfigsNameLinePathAndNearestField) {
       {"negative in a list", "steps: 100", "steps: 100 } checkpoint { archive_steps: [10, -3]",
        ":19: checkpoint.archive_steps[1]: ", "expected at least 1, got -3"},
       {"unknown enum", "  steps: 100", "  precision: F23\n  steps: 100",
-       ":19: train.precision: ", "expected one of F32, BF16, got F23; nearest: F32"},
+       ":19: train.precision: ", "expected one of F32 BF16, got F23; nearest: F32"},
       {"bad boolean", "  steps: 100", "} execution { recompute: maybe",
        ":19: execution.recompute: ", "expected true or false, got maybe"},
       {"value for a section", "train {", "train: 3 optim {",
