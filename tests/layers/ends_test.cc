@@ -167,7 +167,7 @@ TEST(Head, ExtremeLogitsStayFinite) {
 TEST(Head, NotANumberShowsInTheLoss) {
   const TestBatch batch(1, 20, 1, {0}, 40);
   HeadRun run(8, 40, batch);
-  run.rows[0].as<float>()[5 * 8] = std::numeric_limits<float>::quiet_NaN();
+  run.rows[0].as<float>()[std::int64_t{5} * 8] = std::numeric_limits<float>::quiet_NaN();
   EXPECT_TRUE(std::isnan(run.loss()));
 }
 
@@ -192,7 +192,7 @@ TEST(Head, LogitsOfAllPositionsNeverExistAtOnce) {
   std::int64_t short_run = 0, long_run = 0;
   for (const BufferSpec& buffer : head.scratch({1, 1024, 2})) short_run += buffer.bytes();
   for (const BufferSpec& buffer : head.scratch({1, 65536, 2})) long_run += buffer.bytes();
-  EXPECT_LT(long_run, short_run + 65536 * 64);
+  EXPECT_LT(long_run, short_run + std::int64_t{65536} * 64);
 }
 
 TEST(Head, ALabelOutsideTheVocabularyIsRefused) {

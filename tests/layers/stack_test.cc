@@ -152,6 +152,7 @@ TEST(Stack, SameBitsForEveryNumberOfThreads) {
 }
 
 TEST(Stack, B22_NoBlocksOutputMovesBeforeAChangedToken) {
+  constexpr std::int64_t kOne = std::int64_t{71} * 12;  // elements of one sequence
   TestBatch batch = tiny_batch(2);
   StackRun run(config_of(kTiny), batch);
   run.step(1.0);
@@ -164,7 +165,7 @@ TEST(Stack, B22_NoBlocksOutputMovesBeforeAChangedToken) {
     for (std::size_t l = 0; l <= 4; ++l) {
       EXPECT_TRUE(same_bits(run.x(l).as<float>(), before[l].data(), t * 12)) << t << " " << l;
       // Nor does the other sequence.
-      EXPECT_TRUE(same_bits(run.x(l).as<float>() + 71 * 12, before[l].data() + 71 * 12, 71 * 12));
+      EXPECT_TRUE(same_bits(run.x(l).as<float>() + kOne, before[l].data() + kOne, kOne));
     }
     token = (token + 16) % 17;
   }

@@ -45,6 +45,7 @@ class Buffers {
  private:
   static std::vector<BufferSpec> as_buffers(const std::vector<ParameterSpec>& specs, DType dtype) {
     std::vector<BufferSpec> buffers;
+    buffers.reserve(specs.size());
     for (const ParameterSpec& spec : specs) buffers.push_back({spec.name, dtype, spec.shape});
     return buffers;
   }
