@@ -43,6 +43,10 @@ void list(const std::string& folder, bool json) {
     std::cout << nlohmann::ordered_json{{"checkpoints", lines}}.dump(2) << '\n';
     return;
   }
+  if (entries.empty()) {
+    std::cout << "no checkpoints in " << folder << '\n';
+    return;
+  }
   std::cout << std::setw(10) << "step" << std::setw(16) << "tokens" << std::setw(16) << "bytes"
             << "  file\n";
   for (const CheckpointEntry& entry : entries) {
@@ -53,9 +57,27 @@ void list(const std::string& folder, bool json) {
   }
 }
 
-bool verify(const std::vector<std::string>& files) {
+// Files as they are; a folder stands for its checkpoints, newest first, without what saves that
+// were cut short left there: the next save deletes it.
+std::vector<std::string> files_to_verify(const std::vector<std::string>& paths) {
+  std::vector<std::string> files;
+  for (const std::string& path : paths) {
+    if (!fs::is_directory(path)) {
+      files.push_back(path);
+      continue;
+    }
+    const std::size_t before = files.size();
+    for (const CheckpointEntry& entry : list_checkpoints(checkpoint_folder(path))) {
+      if (entry.path.ends_with(".h5")) files.push_back(entry.path);
+    }
+    if (files.size() == before) throw Error(ExitCode::kCheckpoint, "no checkpoints in " + path);
+  }
+  return files;
+}
+
+bool verify(const std::vector<std::string>& paths) {
   bool whole = true;
-  for (const std::string& file : files) {
+  for (const std::string& file : files_to_verify(paths)) {
     const std::vector<std::string> faults = verify_checkpoint(file);
     if (faults.empty()) std::cout << file << ": every checksum is right\n";
     for (const std::string& fault : faults) std::cerr << fault << '\n';
@@ -96,7 +118,7 @@ void add_ckpt_command(CLI::App& app, int& exit_code) {
   // Options live as long as the command does.
   struct Options {
     std::string folder, a, b;
-    std::vector<std::string> files;
+    std::vector<std::string> paths;
     bool list_json = false, diff_json = false;
   };
   const auto options = std::make_shared<Options>();
@@ -107,9 +129,10 @@ void add_ckpt_command(CLI::App& app, int& exit_code) {
   ls->callback([options] { list(options->folder, options->list_json); });
 
   CLI::App* check = ckpt->add_subcommand("verify", "Read everything and check all checksums");
-  check->add_option("FILE", options->files, "Checkpoints")->required();
+  check->add_option("PATH", options->paths, "Checkpoints, run dirs, checkpoints folders")
+      ->required();
   check->callback([options, &exit_code] {
-    if (!verify(options->files)) exit_code = static_cast<int>(ExitCode::kCheckpoint);
+    if (!verify(options->paths)) exit_code = static_cast<int>(ExitCode::kCheckpoint);
   });
 
   CLI::App* compare =

@@ -7,6 +7,8 @@
 #include <cerrno>
 #include <cstring>
 #include <filesystem>
+#include <fstream>
+#include <string_view>
 
 #include "runtime/error.h"
 
@@ -69,6 +71,33 @@ extern "C" herr_t keep_attribute(hid_t, const char* name, const H5A_info_t*, voi
   return 0;
 }
 
+// What is wrong with a file that HDF5 doesn't open, in plainer words than the library's. A file
+// says at byte 28 how long it is (HDF5 File Format Specification, superblock of version 2 and 3).
+std::string why_not_opened(const std::string& path) {
+  constexpr std::string_view kSignature("\x89HDF\r\n\x1a\n");
+  constexpr std::size_t kVersionAt = 8, kLengthAt = 28;
+  std::array<char, kLengthAt + sizeof(std::uint64_t)> head{};
+  std::ifstream file(path, std::ios::binary);
+  if (!file) return std::string("can't be opened: ") + std::strerror(errno);
+  file.read(head.data(), head.size());
+  const auto got = static_cast<std::size_t>(file.gcount());
+  if (got == 0) return "is empty";
+  if (std::string_view(head.data(), kSignature.size()) != kSignature) {
+    return "isn't an HDF5 file: damaged at its very start, or never a checkpoint";
+  }
+  file.clear();
+  file.seekg(0, std::ios::end);
+  const auto bytes = static_cast<std::uint64_t>(file.tellg());
+  if (got < head.size()) return "is truncated: only " + std::to_string(bytes) + " bytes are left";
+  std::uint64_t length = 0;
+  std::memcpy(&length, head.data() + kLengthAt, sizeof(length));
+  if (head[kVersionAt] >= 2 && bytes < length) {
+    return "is truncated: only " + std::to_string(bytes) + " of its " + std::to_string(length) +
+           " bytes are left";
+  }
+  return "is damaged: its header can't be read";
+}
+
 }  // namespace
 
 void silence() {
@@ -128,7 +157,7 @@ CheckpointFile::CheckpointFile(const std::string& path) : path_(path) {
   // Readers need no lock, and on network file systems locks fail or hang.
   H5Pset_file_locking(access.get(), false, true);
   file_ = Handle(H5Fopen(path.c_str(), H5F_ACC_RDONLY, access.get()), H5Fclose);
-  if (!file_.valid()) fail(reason());
+  if (!file_.valid()) fail(why_not_opened(path));
 }
 
 void CheckpointFile::fail(const std::string& what) const {
@@ -142,7 +171,7 @@ CheckpointMeta CheckpointFile::meta() const {
   std::vector<std::string> names;
   hsize_t from = 0;
   if (H5Aiterate2(group.get(), H5_INDEX_NAME, H5_ITER_INC, &from, keep_attribute, &names) < 0) {
-    fail("/meta can't be read: " + reason());
+    fail("/meta is damaged: what stands in it can't be listed");
   }
   for (const std::string& name : names) {
     const Handle attribute(H5Aopen(group.get(), name.c_str(), H5P_DEFAULT), H5Aclose);
@@ -150,13 +179,13 @@ CheckpointMeta CheckpointFile::meta() const {
     if (H5Tget_class(type.get()) == H5T_STRING && H5Tis_variable_str(type.get()) == 0) {
       std::string text(H5Tget_size(type.get()), '\0');
       if (H5Aread(attribute.get(), type.get(), text.data()) < 0) {
-        fail("/meta/" + name + " can't be read: " + reason());
+        fail("/meta/" + name + " is damaged: it can't be read");
       }
       meta.texts[name] = text.substr(0, text.find('\0'));
     } else if (H5Tget_class(type.get()) == H5T_INTEGER) {
       std::int64_t number = 0;
       if (H5Aread(attribute.get(), H5T_NATIVE_INT64, &number) < 0) {
-        fail("/meta/" + name + " can't be read: " + reason());
+        fail("/meta/" + name + " is damaged: it can't be read");
       }
       meta.numbers[name] = number;
     } else {
@@ -188,7 +217,7 @@ std::vector<std::string> CheckpointFile::arrays(const std::string& what) const {
   const Handle group(H5Gopen2(file_.get(), what.c_str(), H5P_DEFAULT), H5Gclose);
   if (!group.valid() ||
       H5Ovisit(group.get(), H5_INDEX_NAME, H5_ITER_INC, keep_dataset, &names) < 0) {
-    fail("/" + what + " can't be listed: " + reason());
+    fail("/" + what + " is damaged: its arrays can't be listed");
   }
   for (std::string& name : names) name.insert(0, what + "/");
   std::sort(names.begin(), names.end());
@@ -207,7 +236,7 @@ bool CheckpointFile::has(const std::string& array) const {
 Handle CheckpointFile::open_array(const std::string& array) const {
   if (!has(array)) fail("has no array " + array);
   Handle data(H5Dopen2(file_.get(), array.c_str(), H5P_DEFAULT), H5Dclose);
-  if (!data.valid()) fail("array " + array + " can't be opened: " + reason());
+  if (!data.valid()) fail("array " + array + " is damaged: its header can't be read");
   return data;
 }
 
@@ -234,7 +263,8 @@ void CheckpointFile::read(const std::string& array, std::int64_t begin, std::int
   if (!select_flat(file_space, shape(array), begin, end) ||
       H5Dread(dataset.get(), H5T_NATIVE_FLOAT, memory_space.get(), file_space.get(), H5P_DEFAULT,
               data) < 0) {
-    fail("array " + array + " can't be read: " + reason());
+    fail("array " + array + " is damaged: elements " + std::to_string(begin) + " to " +
+         std::to_string(end - 1) + " can't be read");
   }
 }
 
@@ -244,7 +274,7 @@ std::int64_t CheckpointFile::read_state(const std::string& array) const {
   const Handle space(H5Dget_space(dataset.get()), H5Sclose);
   if (H5Sget_simple_extent_npoints(space.get()) != 1 ||
       H5Dread(dataset.get(), H5T_NATIVE_INT64, H5S_ALL, H5S_ALL, H5P_DEFAULT, &value) < 0) {
-    fail("array " + array + " can't be read: " + reason());
+    fail("array " + array + " is damaged: it can't be read as one number");
   }
   return value;
 }
@@ -258,7 +288,8 @@ std::vector<std::uint32_t> CheckpointFile::checksums(const std::string& array,
   const Handle space(H5Dget_space(dataset.get()), H5Sclose);
   if (H5Sget_simple_extent_npoints(space.get()) != static_cast<hssize_t>(sums.size()) ||
       H5Dread(dataset.get(), H5T_NATIVE_UINT32, H5S_ALL, H5S_ALL, H5P_DEFAULT, sums.data()) < 0) {
-    fail("array " + name + " can't be read");
+    fail("array " + array + " is damaged: its " + std::to_string(sums.size()) +
+         " checksums can't be read");
   }
   return sums;
 }

@@ -5,6 +5,7 @@
 
 #include <cstdio>
 #include <cstring>
+#include <set>
 
 #include "parallel/checkpoint.h"
 #include "tests/parallel/checkpoint_fixture.h"
@@ -136,18 +137,57 @@ TEST(Checkpoint, DamagedFilesAreRefusedByArrayOnAllRanks) {
   }
 
   damage(good.substr(0, good.size() - 1));
-  expect(HasSubstr("truncated"));
+  expect(HasSubstr("is truncated: only " + std::to_string(good.size() - 1) + " of its " +
+                   std::to_string(good.size()) + " bytes are left"));
   damage(good.substr(0, good.size() / 2));
   expect(HasSubstr("truncated"));
   EXPECT_THAT(verify_checkpoint(path), ElementsAre(HasSubstr("truncated")));
+  damage(good.substr(0, 20));
+  expect(HasSubstr("is truncated: only 20 bytes are left"));
   damage("");
-  expect(HasSubstr(""));
+  expect(HasSubstr("is empty"));
   damage(std::string(100000, 'x'));
-  expect(HasSubstr("signature"));
+  expect(HasSubstr("isn't an HDF5 file"));
   folder.world().barrier("removal");
   if (folder.world().rank() == 0) fs::remove(path);
   folder.world().barrier("removal");
   expect(HasSubstr("o such file"));
+}
+
+// Whatever byte of a file's structure is wrong, what we say of it is plain, and nothing crashes.
+TEST(Checkpoint, DamagedStructureIsToldInPlainWords) {
+  SharedFolder folder;
+  with_ranks(1, [&](Communicator& communicator) {
+    std::vector<float> values{1.0F, 2.0F, 3.0F};
+    const std::vector<CheckpointArray> arrays{{"params/a", Shape{3}, {{0, 3, values.data()}}}};
+    const std::string path =
+        write_checkpoint(communicator, folder.path(), checkpoint_meta(1), arrays);
+    const std::string good = file_bytes(path);
+    const std::string copy = folder.inner("damaged.h5");
+    std::set<std::string> told;
+    for (std::size_t at = 0; at < good.size(); at += 3) {
+      std::string bad = good;
+      bad[at] = static_cast<char>(bad[at] ^ 0x55);
+      write_bytes(copy, bad);
+      for (const std::string& fault : verify_checkpoint(copy)) {
+        ASSERT_THAT(fault, testing::StartsWith("checkpoint " + copy + ": ")) << at;
+        told.insert(fault.substr(copy.size() + std::strlen("checkpoint : ")));
+      }
+    }
+    for (const std::string& fault : told) {
+      for (const char* raw : {"nable", "addr", "eof", "object header", "metadata", "H5F", "H5D"}) {
+        EXPECT_THAT(fault, testing::Not(HasSubstr(raw)));
+      }
+      EXPECT_EQ(fault.find('\n'), std::string::npos);
+    }
+    EXPECT_THAT(told,
+                testing::IsSupersetOf(
+                    {"/params is damaged: its arrays can't be listed",
+                     "array params/a at element 0 or in the 16 MiB from there is damaged: its "
+                     "checksum differs",
+                     "is damaged: its header can't be read",
+                     "isn't an HDF5 file: damaged at its very start, or never a checkpoint"}));
+  });
 }
 
 TEST(Checkpoint, MissingArraysAndOtherShapesAreRefused) {
@@ -297,7 +337,7 @@ TEST(Checkpoint, NewestCompleteOneWinsAndTheOthersSayWhy) {
     EXPECT_THAT(usable, ElementsAre(30, 20, 10));
     EXPECT_THAT(entries[0].fault, HasSubstr("cut short"));
     EXPECT_THAT(entries[1].fault, HasSubstr("step is 10"));
-    EXPECT_THAT(entries[2].fault, HasSubstr("signature"));
+    EXPECT_THAT(entries[2].fault, HasSubstr("isn't an HDF5 file"));
     EXPECT_THAT(entries[3].fault, HasSubstr("truncated"));
     EXPECT_EQ(entries[4].tokens, 30 * 4096);
     EXPECT_EQ(entries[4].bytes, static_cast<std::int64_t>(fs::file_size(entries[4].path)));

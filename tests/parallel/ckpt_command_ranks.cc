@@ -34,6 +34,16 @@ Answer run(const std::string& line) {
   return answer;
 }
 
+std::string error_of(const std::string& line) {
+  try {
+    run(line);
+  } catch (const Error& error) {
+    EXPECT_EQ(error.code(), ExitCode::kCheckpoint);
+    return error.what();
+  }
+  return "";
+}
+
 class CkptCommand : public testing::Test {
  protected:
   void SetUp() override {
@@ -62,11 +72,21 @@ TEST_F(CkptCommand, ListsARunDirOrItsFolder) {
   const auto json = nlohmann::json::parse(run("ckpt ls --json " + folder_.path()).output);
   ASSERT_EQ(json["checkpoints"].size(), 3U);
   EXPECT_EQ(json["checkpoints"][0]["usable"], false);
-  EXPECT_THAT(json["checkpoints"][0]["fault"].get<std::string>(), HasSubstr("signature"));
+  EXPECT_THAT(json["checkpoints"][0]["fault"].get<std::string>(), HasSubstr("isn't an HDF5 file"));
   EXPECT_EQ(json["checkpoints"][1]["step"], 200);
   EXPECT_EQ(json["checkpoints"][1]["tokens"], 200 * 4096);
   EXPECT_EQ(json["checkpoints"][1]["file"], b_);
   EXPECT_THROW(run("ckpt ls " + folder_.inner("nowhere")), Error);
+}
+
+TEST_F(CkptCommand, SaysThatThereAreNoCheckpoints) {
+  const std::string empty = folder_.inner("empty");
+  std::filesystem::create_directories(empty);
+  EXPECT_EQ(run("ckpt ls " + empty).output, "no checkpoints in " + empty + "\n");
+  EXPECT_EQ(run("ckpt ls " + empty).exit_code, 0);
+  EXPECT_EQ(nlohmann::json::parse(run("ckpt ls --json " + empty).output)["checkpoints"],
+            nlohmann::json::array());
+  EXPECT_EQ(error_of("ckpt verify " + empty), "no checkpoints in " + empty);
 }
 
 TEST_F(CkptCommand, VerifyNamesEveryDamagedFile) {
@@ -78,6 +98,21 @@ TEST_F(CkptCommand, VerifyNamesEveryDamagedFile) {
   EXPECT_EQ(answer.exit_code, 4);
   EXPECT_THAT(answer.errors, HasSubstr(b_));
   EXPECT_THAT(answer.output, HasSubstr(a_));
+}
+
+TEST_F(CkptCommand, VerifyTakesAFolderForItsCheckpoints) {
+  write_bytes(folder_.inner("checkpoints/step-00000300.h5.partial"), "cut short");
+  const std::string right = ": every checksum is right\n";
+  for (const std::string& folder : {folder_.path(), folder_.inner("checkpoints")}) {
+    const Answer answer = run("ckpt verify " + folder);
+    EXPECT_EQ(answer.exit_code, 0);
+    EXPECT_EQ(answer.output, b_ + right + a_ + right);
+  }
+  std::filesystem::resize_file(b_, 100);
+  const Answer answer = run("ckpt verify " + folder_.path());
+  EXPECT_EQ(answer.exit_code, 4);
+  EXPECT_THAT(answer.errors, HasSubstr(b_ + ": is truncated: only 100 of its "));
+  EXPECT_EQ(answer.output, a_ + right);
 }
 
 TEST_F(CkptCommand, DiffSaysNoByItsExitCodeAndNamesTheElement) {
