@@ -157,7 +157,8 @@ TEST(Attention, APositionThatSeesNothingGivesZeroAndGetsNoGradient) {
       EXPECT_EQ(run.rows[5].as<float>()[i * 16 + c], 0.0F);
     }
   }
-  for (std::int64_t c = 0; c < 8; ++c) EXPECT_EQ(run.rows[6].as<float>()[std::int64_t{139} * 8 + c], 0.0F);
+  for (std::int64_t c = 0; c < 8; ++c)
+    EXPECT_EQ(run.rows[6].as<float>()[std::int64_t{139} * 8 + c], 0.0F);
 }
 
 TEST(Attention, SameBitsForEveryNumberOfThreads) {
