@@ -37,8 +37,9 @@ inline std::vector<UnitLayout> checkpoint_units() {
 // The value of an element of an array of the checkpoint; never the same in two places.
 inline float checkpoint_value(const std::string& array, std::int64_t element) {
   const auto seed = static_cast<double>(std::hash<std::string>{}(array) % 1000);
+  const std::int64_t turn = element / 100003;
   return static_cast<float>(std::sin(seed + 0.37 * static_cast<double>(element % 100003)) +
-                            static_cast<double>(element / 100003));
+                            static_cast<double>(turn));
 }
 
 // One rank's shards of parameters and both moments.

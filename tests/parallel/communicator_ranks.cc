@@ -52,7 +52,7 @@ TEST(Communicator, B30_GatheredSlicesAreTheArrayUnderEveryLimit) {
     const TrafficCount& traffic = communicator.traffic(Traffic::kGather);
     EXPECT_EQ(traffic.calls, 2);
     EXPECT_EQ(traffic.bytes_sent,
-              2 * 4 * (bounds[self + 1] - bounds[self]) * (communicator.size() - 1));
+              std::int64_t{2} * 4 * (bounds[self + 1] - bounds[self]) * (communicator.size() - 1));
     EXPECT_GE(traffic.seconds, 0.0);
   }
 }

@@ -76,8 +76,8 @@ TEST(ExactSum, TwoValuesRoundAsTheProcessorDoes) {
 TEST(ExactSum, OrderAndCutDontMatter) {
   std::mt19937_64 random(4);
   for (int trial = 0; trial < 50; ++trial) {
-    std::vector<double> values;
-    for (int i = 0; i < 200; ++i) values.push_back(any_double(random) * 1e-10);
+    std::vector<double> values(200);
+    for (double& value : values) value = any_double(random) * 1e-10;
     const auto bits = std::bit_cast<std::uint64_t>(exact(values));
     std::shuffle(values.begin(), values.end(), random);
     EXPECT_EQ(std::bit_cast<std::uint64_t>(exact(values)), bits);
