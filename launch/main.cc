@@ -4,6 +4,8 @@
 #include <CLI/CLI.hpp>
 #include <cstdio>
 #include <cstring>
+#include <string>
+#include <vector>
 
 #include "launch/ckpt_command.h"
 #include "launch/data_command.h"
@@ -40,8 +42,13 @@ int main(int argc, char** argv) {
     app.parse(argc, argv);
   } catch (const CLI::ParseError& error) {
     if (error.get_exit_code() == 0) return app.exit(error);  // --help, --version
+    // Of a command that doesn't exist CLI11 says only that one is needed.
+    const std::vector<std::string> unknown = app.remaining(true);
+    const bool misspelt = dynamic_cast<const CLI::RequiredError*>(&error) && !unknown.empty();
+    const std::string what =
+        misspelt ? "unknown command or option \"" + unknown[0] + "\"" : error.what();
     std::fprintf(
-        stderr, "tessera: %s; see tessera %s--help\n", error.what(),
+        stderr, "tessera: %s; see tessera %s--help\n", what.c_str(),
         app.get_subcommands().empty() ? "" : (app.get_subcommands()[0]->get_name() + " ").c_str());
     return static_cast<int>(tessera::ExitCode::kUsage);
   } catch (const tessera::Error& error) {

@@ -164,7 +164,9 @@ def test_usage():
         text = h.run([h.TESSERA, command, "--help"]).stdout
         assert len(text.splitlines()) <= 40, f"{command} --help doesn't fit a screen"
     h.run([h.TESSERA], expect=2)
-    h.run([h.TESSERA, "trian"], expect=2)
+    for words in (["trian"], ["ckpt", "trian"], ["data", "trian", "x"], ["trian", "train"]):
+        refused = h.run([h.TESSERA, *words], expect=2)
+        assert len(refused.stderr.splitlines()) == 1 and '"trian"' in refused.stderr, refused.stderr
     h.run([h.TESSERA, "train"], expect=2)
     h.run([h.TESSERA, "train", "--config", "/nowhere.textproto"], expect=2)
 
