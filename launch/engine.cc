@@ -67,20 +67,21 @@ EnginePlan::EnginePlan(const Stack& stack, const EngineOptions& options)
   const BatchShape shape = options.quantum;
   for (const UnitSpec& unit : units_) layouts_.emplace_back(unit.name, buffers_of(unit));
 
-  std::int64_t largest = 0, workspace = 0, scratch = 0, saved = 0;
+  std::int64_t scratch = 0, saved = 0;
+  std::vector<std::int64_t> gathered, gradients, workspaces;
   for (std::size_t u = 0; u < units_.size(); ++u) {
-    largest = std::max(largest, layouts_[u].count());
-    workspace =
-        std::max(workspace, CanonicalSum::workspace(layouts_[u], share_, options.rank).bytes());
+    gathered.push_back(layouts_[u].count() * size_of(compute_));
+    gradients.push_back(layouts_[u].count() * size_of(DType::kF32));
+    workspaces.push_back(CanonicalSum::workspace(layouts_[u], share_, options.rank).bytes());
     scratch = std::max(scratch, Layout(scratch_of(stack, units_[u], shape)).bytes());
     saved = std::max(saved, Layout(saved_of(stack, units_[u], shape)).bytes());
   }
 
-  const bool shared = options.ranks > 1;
-  const std::size_t gathered =
-      shared && !options.gather_per_step
-          ? book("gathered parameters", "one unit", largest * size_of(compute_))
-          : 0;
+  const std::size_t turns = overlaps() ? 2 : 1;
+  if (options.ranks > 1) {
+    gathered_ = book_turns("gathered parameters", options.gather_per_step ? units_.size() : turns,
+                           gathered);
+  }
   for (std::size_t u = 0; u < units_.size(); ++u) {
     const std::int64_t slice = layouts_[u].slice(options.rank, options.ranks).count() * 4;
     const std::string& name = units_[u].name;
@@ -92,15 +93,12 @@ EnginePlan::EnginePlan(const Stack& stack, const EngineOptions& options)
     bookings.second = book("optimiser moments", name + " second", slice);
     bookings.sum = book("gradient sums", name,
                         Layout(CanonicalSum::buffers(layouts_[u], share_, options.rank)).bytes());
-    if (shared) {
-      bookings.gathered = options.gather_per_step ? book("gathered parameters", name,
-                                                         layouts_[u].count() * size_of(compute_))
-                                                  : gathered;
-    }
     unit_bookings_.push_back(bookings);
   }
-  gradient_ = book("gradient of one unit", "gradient", largest * 4);
-  sum_workspace_ = book("exchange buffers", "canonical sum", workspace);
+  // Under kLocal a gradient is added up where it is made, and its buffer is free at once.
+  gradients_ = book_turns("gradients at work", share_.policy() == Accumulate::kSharded ? turns : 1,
+                          gradients);
+  workspaces_ = book_turns("exchange buffers", turns, workspaces);
 
   const std::int64_t row_bytes = shape.rows() * width_of(units_) * 4;
   for (std::size_t l = 0; l <= stack.blocks().size(); ++l) {
@@ -127,18 +125,42 @@ std::size_t EnginePlan::book(const char* category, const std::string& name, std:
   return memory_.book(category, name, bytes);
 }
 
+// Each as large as the largest unit whose turn it is.
+std::vector<std::size_t> EnginePlan::book_turns(const char* category, std::size_t buffers,
+                                                const std::vector<std::int64_t>& bytes_of_units) {
+  std::vector<std::int64_t> bytes(buffers);
+  for (std::size_t u = 0; u < bytes_of_units.size(); ++u) {
+    bytes[turn(u, buffers)] = std::max(bytes[turn(u, buffers)], bytes_of_units[u]);
+  }
+  std::vector<std::size_t> bookings;
+  for (std::size_t i = 0; i < buffers; ++i) {
+    bookings.push_back(book(category, std::to_string(i), bytes[i]));
+  }
+  return bookings;
+}
+
 EnginePlan::Communication EnginePlan::communication() const {
   Communication result;
   const int ranks = options_.ranks;
   if (ranks == 1) return result;
+  // Parameters are gathered unless the last use of their buffer was theirs. The head computes
+  // forward and backward at once, and the embedding's backward reads no weight.
+  std::vector<std::size_t> held(gathered_.size(), units_.size());
+  const auto need = [&](std::size_t u) {
+    std::size_t& holder = held[turn(u, held.size())];
+    if (holder == u) return;
+    holder = u;
+    result.gather_bytes +=
+        layouts_[u].slice(options_.rank, ranks).count() * size_of(compute_) * (ranks - 1);
+  };
+  for (std::int64_t round = 0; round < share_.rounds(); ++round) {
+    for (std::size_t u = 0; u < units_.size(); ++u) need(u);
+    for (std::size_t u = units_.size() - 1; u-- > 1;) need(u);
+  }
   const std::int64_t quanta = share_.count(options_.rank);
-  for (std::size_t u = 0; u < units_.size(); ++u) {
-    const std::int64_t slice = layouts_[u].slice(options_.rank, ranks).count();
-    const std::int64_t others = (layouts_[u].count() - slice) * 4;
-    // Blocks compute in two passes; the head in one, and the embedding's backward reads no weight.
-    const bool twice = units_[u].kind == UnitSpec::Kind::kBlock && !options_.gather_per_step;
-    const std::int64_t gathers = options_.gather_per_step ? 1 : share_.rounds() * (twice ? 2 : 1);
-    result.gather_bytes += gathers * slice * size_of(compute_) * (ranks - 1);
+  for (const UnitLayout& layout : layouts_) {
+    const std::int64_t others =
+        (layout.count() - layout.slice(options_.rank, ranks).count()) * size_of(DType::kF32);
     if (share_.policy() == Accumulate::kSharded) {
       result.reduce_bytes += quanta * others;
     } else if (quanta > 0) {
@@ -181,9 +203,11 @@ Engine::Engine(const Stack& stack, const EnginePlan& plan, Device& device,
     unit.rounded = arena_.view(bookings.rounded, plan.compute(), {slice.count()});
     unit.whole = options.ranks == 1
                      ? unit.rounded
-                     : arena_.view(bookings.gathered, plan.compute(), {layout.count()});
+                     : arena_.view(plan.gathered_[EnginePlan::turn(u, plan.gathered_.size())],
+                                   plan.compute(), {layout.count()});
     unit.parameters = layout.views(unit.whole);
-    unit.gradient = arena_.view(plan.gradient_, DType::kF32, {layout.count()});
+    unit.gradient = arena_.view(plan.gradients_[EnginePlan::turn(u, plan.gradients_.size())],
+                                DType::kF32, {layout.count()});
     unit.gradients = layout.views(unit.gradient);
     unit.saved = Layout(saved_of(stack, plan.units()[u], shape)).views(arena_.at(plan.saved_[u]));
     unit.scratch =
@@ -193,14 +217,17 @@ Engine::Engine(const Stack& stack, const EnginePlan& plan, Device& device,
         layout, plan.share(), communicator, device.queue(),
         Layout(CanonicalSum::buffers(layout, plan.share(), options.rank))
             .views(arena_.at(bookings.sum)),
-        arena_.view(plan.sum_workspace_, workspace.dtype, workspace.shape));
+        arena_.view(plan.workspaces_[EnginePlan::turn(u, plan.workspaces_.size())], workspace.dtype,
+                    workspace.shape));
     unit.pieces = layout.pieces(slice);
     unit.bounds = layout.bounds(options.ranks);
     units_.push_back(std::move(unit));
   }
+  gathered_ = std::vector<Gathered>(plan.gathered_.size());
   slices_.resize(units_.size());
   loss_bits_.resize(static_cast<std::size_t>(options.quanta));
   losses_.resize(static_cast<std::size_t>(options.quanta));
+  if (plan.overlaps()) device.queue().set_background(&communicator);
 }
 
 void Engine::initialise(std::uint64_t seed) {
@@ -220,29 +247,52 @@ LayerMemory Engine::memory(std::size_t unit) const {
   return {units_[unit].parameters, units_[unit].saved, units_[unit].scratch};
 }
 
-void Engine::gather(std::size_t u) {
-  Unit& unit = units_[u];
-  if (unit.gathered || communicator_.size() == 1) return;
-  gather_unit(communicator_, plan_.layouts()[u], unit.bounds, unit.rounded, unit.whole);
-  unit.gathered = plan_.options().gather_per_step;
+// Starts bringing the unit's parameters, unless they are here or on their way. Their buffer must be
+// free: the unit at work is a neighbour, whose turn is another.
+void Engine::prefetch(std::size_t u) {
+  if (u == kNone || !plan_.overlaps() || gathered(u).unit == u) return;
+  start_gather_unit(communicator_, gathered(u).transfer, plan_.layouts()[u], units_[u].bounds,
+                    units_[u].rounded, units_[u].whole);
+  gathered(u).unit = u;
+}
+
+// Returns when the unit's parameters are here; then those of `next`, the unit after it, are on
+// their way.
+void Engine::gather(std::size_t u, std::size_t next) {
+  if (communicator_.size() == 1) return;
+  if (gathered(u).unit != u) {
+    gather_unit(communicator_, plan_.layouts()[u], units_[u].bounds, units_[u].rounded,
+                units_[u].whole);
+    gathered(u).unit = u;
+  }
+  if (gathered(u).transfer.started()) communicator_.finish(gathered(u).transfer);
+  prefetch(next);
+}
+
+// The weights have changed: what was gathered is stale.
+void Engine::release() {
+  for (Gathered& gathered : gathered_) {
+    TESSERA_CHECK(!gathered.transfer.started());
+    gathered.unit = kNone;
+  }
 }
 
 void Engine::weights_changed() {
+  release();
   for (Unit& unit : units_) {
-    unit.gathered = false;
     if (plan_.rounds()) convert(device_.queue(), unit.rounded, unit.weights);
   }
 }
 
 void Engine::forward(const Batch* batch) {
   Queue& queue = device_.queue();
-  gather(0);
+  gather(0, 1);
   activity_.set("forward", plan_.units()[0].name);
   if (batch != nullptr) {
     stack_.embedding().forward(queue, *batch, units_[0].parameters, x_[0]);
   }
   for (std::size_t l = 0; l < stack_.blocks().size(); ++l) {
-    gather(l + 1);
+    gather(l + 1, l + 2);
     activity_.set("forward", plan_.units()[l + 1].name);
     if (batch != nullptr) {
       stack_.blocks()[l].forward(queue, *batch, x_[l], x_[l + 1], memory(l + 1));
@@ -252,7 +302,8 @@ void Engine::forward(const Batch* batch) {
 
 double Engine::head(const Batch* batch, double scale) {
   const std::size_t u = units_.size() - 1;
-  gather(u);
+  gather(u, u - 1);
+  take_turn(u);
   activity_.set("loss", plan_.units()[u].name);
   double loss = 0.0;
   if (batch != nullptr) {
@@ -265,12 +316,13 @@ double Engine::head(const Batch* batch, double scale) {
   return loss;
 }
 
-void Engine::backward(const Batch* batch) {
+void Engine::backward(const Batch* batch, bool last_round) {
   Queue& queue = device_.queue();
   for (std::size_t l = stack_.blocks().size(); l-- > 0;) {
     const Block& block = stack_.blocks()[l];
     const std::size_t u = l + 1;
-    gather(u);
+    gather(u, u > 1 ? u - 1 : last_round ? kNone : 0);
+    take_turn(u);
     activity_.set("backward", plan_.units()[u].name);
     if (batch != nullptr) {
       // The output isn't needed again: it goes where the next block's input was.
@@ -280,6 +332,7 @@ void Engine::backward(const Batch* batch) {
     }
     push(u, batch != nullptr);
   }
+  take_turn(0);
   activity_.set("backward", plan_.units()[0].name);
   if (batch != nullptr) {
     clear_padding(0);
@@ -298,14 +351,26 @@ void Engine::clear_padding(std::size_t u) {
   }
 }
 
+// Before the unit's gradient is made: its buffers were used last by the unit two further up, or, at
+// the beginning of the pass, by one of the first two in the round before.
+void Engine::take_turn(std::size_t u) {
+  units_[u + 2 < units_.size() ? u + 2 : u % 2].sum->complete();
+}
+
 void Engine::push(std::size_t u, bool has_gradient) {
-  units_[u].sum->push(has_gradient ? units_[u].gradient : View());
+  const View gradient = has_gradient ? units_[u].gradient : View();
+  if (plan_.overlaps()) {
+    units_[u].sum->start(gradient);
+  } else {
+    units_[u].sum->push(gradient);
+  }
 }
 
 StepResult Engine::step(const OptimConfig& config, double rate, std::int64_t count,
                         OptimState& state) {
   TESSERA_CHECK(count == plan_.share().count(plan_.options().rank));
   StepResult result;
+  prefetch(0);
   for (std::int64_t round = 0; round < count; ++round) {
     const View& labels = batch(round).labels;
     const auto* label = labels.as<std::int32_t>();
@@ -323,7 +388,7 @@ StepResult Engine::step(const OptimConfig& config, double rate, std::int64_t cou
       const std::int64_t quantum = plan_.share().quantum(round, plan_.options().rank);
       loss_bits_[static_cast<std::size_t>(quantum)] = std::bit_cast<std::int64_t>(loss);
     }
-    backward(batch);
+    backward(batch, round + 1 == plan_.share().rounds());
   }
 
   // Every quantum's loss to every rank: the others' bits are 0, so the integer sum is exact.
@@ -331,7 +396,10 @@ StepResult Engine::step(const OptimConfig& config, double rate, std::int64_t cou
   for (std::size_t q = 0; q < losses_.size(); ++q)
     losses_[q] = std::bit_cast<double>(loss_bits_[q]);
   result.loss = tree_sum(losses_) * scale;
-  for (std::size_t u = 0; u < units_.size(); ++u) slices_[u] = units_[u].sum->finish();
+  for (std::size_t u = units_.size(); u-- > 0;) {
+    units_[u].sum->complete();
+    slices_[u] = units_[u].sum->finish();
+  }
   activity_.set("gradient norm");
   result.gradient_norm = global_norm(communicator_, device_.queue(), slices_);
 
@@ -354,8 +422,8 @@ StepResult Engine::step(const OptimConfig& config, double rate, std::int64_t cou
                      slices_[u].slice(begin, end),
                      plan_.rounds() ? units_[u].rounded.slice(begin, end) : View());
       }
-      units_[u].gathered = false;
     }
+    release();
   }
   return result;
 }
@@ -364,7 +432,7 @@ double Engine::evaluate(bool has_batch) {
   const Batch* batch = has_batch ? batches_.data() : nullptr;
   forward(batch);
   const std::size_t u = units_.size() - 1;
-  gather(u);
+  gather(u, kNone);
   if (batch == nullptr) return 0.0;
   return stack_.head().loss(device_.queue(), *batch, x_.back(), units_[u].parameters,
                             units_[u].scratch);

@@ -27,7 +27,9 @@ struct EngineOptions {
   std::int64_t quanta = 1;  // of a step, over all ranks
   Accumulate accumulate = Accumulate::kSharded;
   bool gather_per_step = false;  // keep gathered parameters for the whole step
-  bool recompute = false;        // compute a block's forward again in its backward
+  // Parameters come and gradients go while other units compute, for which a second buffer is held.
+  bool prefetch = true;
+  bool recompute = false;  // compute a block's forward again in its backward
 };
 
 // What a rank will hold, as a pure function of the model and the layout: the same table is granted
@@ -54,6 +56,12 @@ class EnginePlan {
  private:
   friend class Engine;
   std::size_t book(const char* category, const std::string& name, std::int64_t bytes);
+  std::vector<std::size_t> book_turns(const char* category, std::size_t buffers,
+                                      const std::vector<std::int64_t>& bytes_of_units);
+  bool overlaps() const { return options_.prefetch && options_.ranks > 1; }
+  // Which of so many buffers unit `unit` uses. With two, neighbours take turns: a unit is always
+  // followed by the next one or by the one before.
+  static std::size_t turn(std::size_t unit, std::size_t buffers) { return unit % buffers; }
 
   EngineOptions options_;
   DType compute_;
@@ -64,11 +72,13 @@ class EnginePlan {
 
   struct UnitBookings {
     std::size_t weights, first, second, sum;
-    std::size_t rounded;   // this rank's slice as it computes; the weights themselves in f32
-    std::size_t gathered;  // where this unit's whole parameters come to lie (more than one rank)
+    std::size_t rounded;  // this rank's slice as it computes; the weights themselves in f32
   };
   std::vector<UnitBookings> unit_bookings_;
-  std::size_t sum_workspace_ = 0, gradient_ = 0, scratch_ = 0, d_x_ = 0;
+  // Where whole parameters come to lie (several ranks), gradients are made, and what sums receive:
+  // buffers that units take turns in; under gather_per_step each unit has its own of the first.
+  std::vector<std::size_t> gathered_, gradients_, workspaces_;
+  std::size_t scratch_ = 0, d_x_ = 0;
   std::vector<std::size_t> x_;        // input of each block, and of the head
   std::vector<std::size_t> saved_;    // of each block; all the same booking with recompute
   std::vector<std::size_t> batches_;  // tokens, labels, segments of each round
@@ -85,8 +95,12 @@ struct StepResult {
 class Engine {
  public:
   // Grants the plan's memory on the device. All arguments outlive the engine.
+  // Meanwhile the device's queue moves the communicator's transfers on.
   Engine(const Stack& stack, const EnginePlan& plan, Device& device, Communicator& communicator,
          Activity& activity);
+  ~Engine() { device_.queue().set_background(nullptr); }
+  Engine(const Engine&) = delete;
+  Engine& operator=(const Engine&) = delete;
 
   // Parameters as the model's inits say; moments zero.
   void initialise(std::uint64_t seed);
@@ -118,14 +132,25 @@ class Engine {
     std::unique_ptr<CanonicalSum> sum;
     std::vector<Piece> pieces;         // of this rank's slice
     std::vector<std::int64_t> bounds;  // of all ranks' slices
-    bool gathered = false;
+  };
+  static constexpr std::size_t kNone = SIZE_MAX;
+  // A buffer of whole parameters: whose they are, or will be when the transfer is finished.
+  struct Gathered {
+    std::size_t unit = kNone;
+    Communicator::Transfer transfer;
   };
 
-  void gather(std::size_t unit);
+  Gathered& gathered(std::size_t unit) {
+    return gathered_[EnginePlan::turn(unit, gathered_.size())];
+  }
+  void prefetch(std::size_t unit);
+  void gather(std::size_t unit, std::size_t next);
+  void release();
   void forward(const Batch* batch);
   double head(const Batch* batch, double scale);
-  void backward(const Batch* batch);
+  void backward(const Batch* batch, bool last_round);
   void clear_padding(std::size_t unit);
+  void take_turn(std::size_t unit);
   void push(std::size_t unit, bool has_gradient);
   LayerMemory memory(std::size_t unit) const;
 
@@ -136,6 +161,7 @@ class Engine {
   Activity& activity_;
   Arena arena_;
   std::vector<Unit> units_;
+  std::vector<Gathered> gathered_;
   std::vector<View> x_;
   View d_x_;
   std::vector<Batch> batches_;

@@ -160,6 +160,10 @@ void MetricsFile::write(const StepMetrics& metrics) {
   line.number("reduce", metrics.reduce_seconds);
   line.number("exchange", metrics.exchange_seconds);
   line.number("data", metrics.data_seconds);
+  line.number("advance", metrics.advance_seconds);
+  line.integer("transfers", metrics.transfers);
+  line.integer("transfers_overlapped", metrics.transfers_overlapped);
+  line.integer("transfers_in_flight", metrics.transfers_in_flight);
   line.close();
   write_line();
 }

@@ -26,6 +26,12 @@ struct StepMetrics {
   double reduce_seconds = 0.0;    // waited for gradients and other sums
   double exchange_seconds = 0.0;  // waited for tokens of experts
   double data_seconds = 0.0;      // waited for the loader
+  double advance_seconds = 0.0;   // moved transfers on between pieces of compute
+  // Of parameters and gradients; those that were complete when they were asked for, so that nobody
+  // waited; and how many were in flight at once at most.
+  std::int64_t transfers = 0;
+  std::int64_t transfers_overlapped = 0;
+  std::int64_t transfers_in_flight = 0;
 };
 
 struct ValidationMetrics {

@@ -75,6 +75,7 @@ EngineOptions engine_options(const Config& config, std::int64_t sequence_length,
                            ? Accumulate::kLocal
                            : Accumulate::kSharded;
   options.gather_per_step = config.parallel().gather() == ParallelConfig::PER_STEP;
+  options.prefetch = config.parallel().prefetch();
   options.recompute = config.execution().recompute();
   return options;
 }
@@ -275,9 +276,14 @@ void Trainer::write_metrics(const StepResult& result, double rate, double second
   metrics.grad_norm = result.gradient_norm;
   metrics.seconds = seconds;
   metrics.tokens_per_second = static_cast<double>(step_tokens) / seconds;
-  metrics.gather_seconds = communicator_.traffic(Traffic::kGather).seconds;
-  metrics.reduce_seconds = communicator_.traffic(Traffic::kReduce).seconds +
-                           communicator_.traffic(Traffic::kControl).seconds;
+  const TrafficCount& gather = communicator_.traffic(Traffic::kGather);
+  const TrafficCount& reduce = communicator_.traffic(Traffic::kReduce);
+  metrics.gather_seconds = gather.seconds;
+  metrics.reduce_seconds = reduce.seconds + communicator_.traffic(Traffic::kControl).seconds;
+  metrics.advance_seconds = communicator_.advance_seconds();
+  metrics.transfers = gather.calls + reduce.calls;
+  metrics.transfers_overlapped = gather.overlapped + reduce.overlapped;
+  metrics.transfers_in_flight = communicator_.most_in_flight();
   metrics.data_seconds = data_seconds;
   // Checkpoints and validation between steps count in the time left.
   const auto now = std::chrono::steady_clock::now();

@@ -160,10 +160,11 @@ void Communicator::start(Transfer& transfer) {
   transfer.request_peers_.clear();
   transfer.complete_ = 0;
   transfer.started_ = true;
+  ++count(transfer.traffic_).calls;
+  if (size_ == 1) return;
   transfer.communicator_ = this;
   in_flight_.push_back(&transfer);
   most_in_flight_ = std::max(most_in_flight_, static_cast<std::int64_t>(in_flight_.size()));
-  ++count(transfer.traffic_).calls;
   for (const Message& message : transfer.sends_) {
     if (message.peer != rank_) count(transfer.traffic_).bytes_sent += message.bytes;
   }

@@ -90,7 +90,8 @@ class Communicator : public BackgroundWork {
     ~Transfer() { forget(); }
     Transfer(const Transfer&) = delete;
     Transfer& operator=(const Transfer&) = delete;
-    bool started() const { return started_; }  // and not finished
+    bool started() const { return started_; }                    // and not finished
+    bool in_flight() const { return communicator_ != nullptr; }  // as far as advance() has seen
 
    private:
     friend class Communicator;

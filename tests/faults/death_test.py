@@ -11,11 +11,12 @@ RANKS = 4
 STEPS = 6
 
 
-def injected(folder, kind, rank, call, expect=None, sets=()):
+def injected(folder, kind, rank, call, expect=None, sets=(), in_flight=False):
     start = time.time()
     done = h.train(h.make_config(STEPS), folder, RANKS, sets=sets, expect=expect,
                    mpi=["-x", f"LD_PRELOAD={INJECTION}", "-x", f"TESSERA_FAULT_RANK={rank}", "-x",
-                        f"TESSERA_FAULT_CALL={call}", "-x", f"TESSERA_FAULT_KIND={kind}"])
+                        f"TESSERA_FAULT_CALL={call}", "-x", f"TESSERA_FAULT_KIND={kind}"]
+                   + (["-x", "TESSERA_FAULT_TEST=1"] if in_flight else []))
     text = done.stdout + done.stderr
     assert "fault injected: " + kind in text, text
     return done.returncode, text, time.time() - start
@@ -28,9 +29,9 @@ def reference():
     return folder
 
 
-def end_and_resume(kind, words, rank, call):
+def end_and_resume(kind, words, rank, call, in_flight=False):
     folder = h.new_folder(f"{kind}-{rank}")
-    code, text, seconds = injected(folder, kind, rank, call)
+    code, text, seconds = injected(folder, kind, rank, call, in_flight=in_flight)
     assert code != 0, f"{kind}: exit code 0\n{text}"
     assert seconds < 30, f"{kind}: {seconds:.1f} s"
     named = [line for line in text.splitlines()
@@ -64,6 +65,19 @@ def test_exits():
 
 def test_aborts():
     end_and_resume("abort", "signal 6 (Aborted)", 3, 150)
+
+
+def test_killed_while_transfers_are_in_flight():
+    for rank in range(RANKS):
+        end_and_resume("kill", "signal 9 (Killed)", rank, 80 + 40 * rank, in_flight=True)
+
+
+def test_mpi_reports_an_error_while_transfers_are_in_flight():
+    folder = h.new_folder("error")
+    code, text, seconds = injected(folder, "error", 2, 300, in_flight=True)
+    assert code == 5 and seconds < 30, (code, seconds, text)
+    line = [line for line in text.splitlines() if line.startswith("tessera: rank 2")]
+    assert line and "with rank" in line[0] and "step" in line[0], text
 
 
 def test_mpi_reports_an_error():

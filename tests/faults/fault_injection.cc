@@ -1,7 +1,8 @@
 // Preloaded into a rank: makes it die, or fail, at a chosen MPI call. The program under test is the
 // one that users run.
 //   TESSERA_FAULT_RANK  which rank
-//   TESSERA_FAULT_CALL  at its how-many-th call of the functions below, from 1
+//   TESSERA_FAULT_CALL  at its how-many-th call of MPI_Allreduce, MPI_Isend and MPI_Irecv, from 1
+//   TESSERA_FAULT_TEST  if set, at its how-many-th call of MPI_Test: in the midst of transfers
 //   TESSERA_FAULT_KIND  throw | exit | exit0 | abort | kill | stop | error
 #include <mpi.h>
 
@@ -14,8 +15,9 @@
 namespace {
 
 // MPI_SUCCESS, or the error that the call shall return.
-int fault() {
+int fault(bool is_test) {
   static int calls = 0;
+  if (is_test != (std::getenv("TESSERA_FAULT_TEST") != nullptr)) return MPI_SUCCESS;
   const char* rank_wanted = std::getenv("TESSERA_FAULT_RANK");
   const char* call_wanted = std::getenv("TESSERA_FAULT_CALL");
   const char* kind = std::getenv("TESSERA_FAULT_KIND");
@@ -39,14 +41,28 @@ extern "C" {
 
 int MPI_Allreduce(const void* send, void* receive, int count, MPI_Datatype type, MPI_Op operation,
                   MPI_Comm communicator) {
-  const int error = fault();
+  const int error = fault(false);
   return error != MPI_SUCCESS ? error
                               : PMPI_Allreduce(send, receive, count, type, operation, communicator);
 }
 
-int MPI_Wait(MPI_Request* request, MPI_Status* status) {
-  const int error = fault();
-  return error != MPI_SUCCESS ? error : PMPI_Wait(request, status);
+int MPI_Isend(const void* data, int count, MPI_Datatype type, int peer, int tag,
+              MPI_Comm communicator, MPI_Request* request) {
+  const int error = fault(false);
+  return error != MPI_SUCCESS ? error
+                              : PMPI_Isend(data, count, type, peer, tag, communicator, request);
+}
+
+int MPI_Irecv(void* data, int count, MPI_Datatype type, int peer, int tag, MPI_Comm communicator,
+              MPI_Request* request) {
+  const int error = fault(false);
+  return error != MPI_SUCCESS ? error
+                              : PMPI_Irecv(data, count, type, peer, tag, communicator, request);
+}
+
+int MPI_Test(MPI_Request* request, int* done, MPI_Status* status) {
+  const int error = fault(true);
+  return error != MPI_SUCCESS ? error : PMPI_Test(request, done, status);
 }
 
 }  // extern "C"

@@ -418,11 +418,12 @@ TEST_F(ConfigTest, NumericsKnowsNothingOfHowARunIsExecuted) {
   // Writing a default out, or the order of the file, is no change either.
   EXPECT_EQ(numerics(load(kGood, {"optim.beta1=0.9", "train.precision=F32", "execution={}"})),
             base);
-  EXPECT_EQ(numerics(load(kGood, {"execution.threads=7", "parallel.gather=PER_STEP",
-                                  "data.directory=elsewhere", "checkpoint.every=3",
-                                  "validation.every=5", "train.stop_at_step=4",
-                                  "train.init_from=a.h5", "logging.tensorboard=false"})),
-            base);
+  EXPECT_EQ(
+      numerics(load(kGood,
+                    {"execution.threads=7", "parallel.gather=PER_STEP", "parallel.prefetch=false",
+                     "data.directory=elsewhere", "checkpoint.every=3", "validation.every=5",
+                     "train.stop_at_step=4", "train.init_from=a.h5", "logging.tensorboard=false"})),
+      base);
   EXPECT_NE(numerics(load(kGood, {"train.seed=1"})), base);
   // The nearest double differs.
   EXPECT_NE(numerics(load(kGood, {"optim.learning_rate=0.0010000000000000002"})), base);

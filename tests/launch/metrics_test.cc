@@ -70,6 +70,9 @@ StepMetrics step(std::int64_t number, double loss = 3.25) {
   metrics.tokens_per_second = 2048;
   metrics.mfu = 0.4;
   metrics.data_seconds = 0.001;
+  metrics.transfers = 40;
+  metrics.transfers_overlapped = 36;
+  metrics.transfers_in_flight = 2;
   return metrics;
 }
 
@@ -80,7 +83,8 @@ TEST_F(MetricsTest, StepLinesHoldEveryField) {
             "{\"step\": 0, \"tokens\": 512, \"sample\": 0, \"loss\": 3.25, "
             "\"learning_rate\": 3e-04, \"grad_norm\": 0.5, \"seconds\": 0.25, "
             "\"tokens_per_second\": 2048, \"mfu\": 0.4, \"gather\": 0, \"reduce\": 0, "
-            "\"exchange\": 0, \"data\": 0.001}\n");
+            "\"exchange\": 0, \"data\": 0.001, \"advance\": 0, \"transfers\": 40, "
+            "\"transfers_overlapped\": 36, \"transfers_in_flight\": 2}\n");
 }
 
 TEST_F(MetricsTest, NumbersReadBackAsTheSameDouble) {

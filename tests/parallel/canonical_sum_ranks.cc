@@ -99,16 +99,22 @@ TEST_P(Policies, SumIsTheTreeBitForBit) {
     const Grant grant(CanonicalSum::buffers(layout, share, self));
     const Grant workspace(CanonicalSum::workspace(layout, share, self));
     CanonicalSum sum(layout, share, communicator, queue, grant.views(), workspace.views()[0]);
-    for (int step = 0; step < 2; ++step) {  // the second on what the first has left
+    // The second and third on what the one before has left; the third in two parts.
+    for (int step = 0; step < 3; ++step) {
       communicator.reset_traffic();
       for (std::int64_t round = 0; round < share.rounds(); ++round) {
         const std::int64_t q = share.quantum(round, self);
-        if (q == QuantumShare::kNone) {
-          sum.push({});
-          continue;
+        std::vector<float> gradient;
+        if (q != QuantumShare::kNone) gradient = gradients[static_cast<std::size_t>(q)];
+        const View view = gradient.empty() ? View() : View(gradient.data(), Shape{layout.count()});
+        if (step < 2) {
+          sum.push(view);
+        } else {
+          sum.start(view);
+          // Under kLocal the gradient is free at once.
+          if (share.policy() == Accumulate::kLocal) std::fill(gradient.begin(), gradient.end(), 7);
+          sum.complete();
         }
-        std::vector<float> gradient = gradients[static_cast<std::size_t>(q)];
-        sum.push(View(gradient.data(), Shape{layout.count()}));
       }
       const View mine = sum.finish();
       ASSERT_EQ(mine.count(), slice.count());

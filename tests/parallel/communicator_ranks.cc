@@ -197,6 +197,130 @@ TEST(Communicator, FailuresNameOperationUnitAndPeer) {
   }
 }
 
+// Transfers of several kinds and sizes in flight at once, finished in another order than started.
+TEST(Communicator, B30_TransfersInFlightDontMixUnderAnyLimit) {
+  for (const std::int64_t limit : kLimits) {
+    Communicator communicator(MPI_COMM_WORLD, nullptr, limit);
+    const int self = communicator.rank();
+    const int ranks = communicator.size();
+    const std::vector<std::int64_t> bounds = uneven_bounds(ranks);
+    const Shape shape{bounds.back()};
+    std::vector<float> first = numbered(bounds.back()), second = first, third(first.size());
+    for (float& value : second) value = -value;
+    const std::vector<float> expected_first = first, expected_second = second;
+    const auto own = [&](std::vector<float>& whole) {
+      std::vector<float> gathered(whole.size());
+      const auto begin = bounds[static_cast<std::size_t>(self)];
+      const auto end = bounds[static_cast<std::size_t>(self) + 1];
+      std::copy(whole.begin() + begin, whole.begin() + end, gathered.begin() + begin);
+      whole = gathered;
+      return View(whole.data() + begin, Shape{end - begin});
+    };
+    const View my_first = own(first), my_second = own(second);
+    std::vector<std::int64_t> numbers(static_cast<std::size_t>(ranks)), received(numbers.size());
+    std::vector<Communicator::Message> sends, receives;
+    for (int peer = 0; peer < ranks; ++peer) {
+      const auto p = static_cast<std::size_t>(peer);
+      numbers[p] = 100 * self + peer;
+      sends.push_back({peer, reinterpret_cast<std::byte*>(&numbers[p]), 8});
+      receives.push_back({peer, reinterpret_cast<std::byte*>(&received[p]), 8});
+    }
+    Communicator::Transfer a, b, c;
+    for (int again = 0; again < 2; ++again) {
+      communicator.start_all_gather_slices(a, Traffic::kGather, "a", bounds, my_first,
+                                           View(first.data(), shape));
+      communicator.start_exchange(b, Traffic::kReduce, "b", sends, receives);
+      communicator.start_all_gather_slices(c, Traffic::kGather, "c", bounds, my_second,
+                                           View(second.data(), shape));
+      EXPECT_GE(communicator.most_in_flight(), ranks > 1 ? 3 : 0);
+      // One in one part doesn't disturb those in two.
+      communicator.all_gather_slices(Traffic::kGather, "d", bounds,
+                                     View(my_first.as<float>(), my_first.shape()),
+                                     View(third.data(), shape));
+      communicator.finish(c);
+      communicator.finish(a);
+      communicator.finish(b);
+      EXPECT_FALSE(a.started());
+      EXPECT_EQ(first, expected_first);
+      EXPECT_EQ(second, expected_second);
+      EXPECT_EQ(third, expected_first);
+      for (int peer = 0; peer < ranks; ++peer) {
+        EXPECT_EQ(received[static_cast<std::size_t>(peer)], 100 * peer + self);
+      }
+    }
+    EXPECT_EQ(communicator.traffic(Traffic::kGather).calls, 6);
+    EXPECT_EQ(communicator.traffic(Traffic::kReduce).calls, 2);
+  }
+}
+
+// What a queue computes moves transfers on, and their finish finds them complete.
+TEST(Communicator, TransfersMoveOnWhileAQueueComputes) {
+  Communicator communicator(MPI_COMM_WORLD);
+  const int ranks = communicator.size();
+  // Too large to be sent at once, whatever the transport: it takes both sides' attention.
+  constexpr std::int64_t kSlice = std::int64_t{1} << 20;
+  std::vector<std::int64_t> bounds{0};
+  for (int rank = 0; rank < ranks; ++rank) bounds.push_back(bounds.back() + kSlice);
+  std::vector<float> whole(static_cast<std::size_t>(bounds.back()));
+  const View view(whole.data(), Shape{bounds.back()});
+  const View mine = view.slice(communicator.rank() * kSlice, communicator.rank() * kSlice + kSlice);
+  std::fill_n(mine.as<float>(), kSlice, static_cast<float>(communicator.rank() + 1));
+  Communicator::Transfer transfer;
+  for (const int threads : {1, 2}) {
+    Queue queue(threads);
+    queue.set_background(&communicator);
+    communicator.reset_traffic();
+    communicator.start_all_gather_slices(transfer, Traffic::kGather, "test", bounds, mine, view);
+    const auto start = std::chrono::steady_clock::now();
+    while (transfer.in_flight() &&
+           std::chrono::steady_clock::now() - start < std::chrono::minutes(2)) {
+      queue.parallel_for(4, [](std::int64_t, Worker&) {
+        std::this_thread::sleep_for(std::chrono::microseconds(50));
+      });
+    }
+    EXPECT_FALSE(transfer.in_flight());
+    communicator.finish(transfer);
+    const TrafficCount& count = communicator.traffic(Traffic::kGather);
+    EXPECT_EQ(count.overlapped, 1);
+    EXPECT_EQ(count.calls, 1);
+    EXPECT_EQ(count.bytes_sent, 4 * kSlice * (ranks - 1));
+    EXPECT_EQ(communicator.advance_seconds() > 0.0, ranks > 1);
+    for (int rank = 0; rank < ranks; ++rank) {
+      EXPECT_EQ(whole[static_cast<std::size_t>(rank * kSlice + 12345)],
+                static_cast<float>(rank + 1));
+    }
+    communicator.barrier("test");
+  }
+}
+
+// The same failure as above, found while the rank computes.
+TEST(Communicator, FailuresInFlightNameOperationUnitAndPeer) {
+  Communicator communicator(MPI_COMM_WORLD);
+  if (communicator.size() < 2) return;
+  std::vector<std::byte> data(100);
+  Communicator::Transfer transfer;
+  if (communicator.rank() == 0) {
+    const Communicator::Message send{1, data.data(), 100};
+    communicator.start_exchange(transfer, Traffic::kReduce, "layers.3", std::span(&send, 1), {});
+    communicator.finish(transfer);
+  } else if (communicator.rank() == 1) {
+    const Communicator::Message receive{0, data.data(), 10};
+    communicator.start_exchange(transfer, Traffic::kReduce, "layers.3", {}, std::span(&receive, 1));
+    Queue queue(1);
+    queue.set_background(&communicator);
+    try {
+      while (transfer.in_flight()) queue.parallel_for(4, [](std::int64_t, Worker&) {});
+      ADD_FAILURE() << "no error";
+    } catch (const Error& error) {
+      EXPECT_EQ(error.code(), ExitCode::kCommunication);
+      EXPECT_NE(std::string(error.what()).find("reduce of layers.3 with rank 0 on"),
+                std::string::npos)
+          << error.what();
+    }
+    EXPECT_FALSE(transfer.started());
+  }
+}
+
 // The watchdog's view: while a rank waits, its state names the operation and the unit.
 TEST(Communicator, ActivityTellsWhatIsWaitedFor) {
   Activity activity;

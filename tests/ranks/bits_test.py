@@ -61,6 +61,8 @@ def test_policies():
     policies = [("recompute", ["execution.recompute=true"]),
                 ("per_step", ["parallel.gather=PER_STEP"]),
                 ("local", ["parallel.accumulate=LOCAL"]),
+                ("blocking", ["parallel.prefetch=false"]),
+                ("blocking_local", ["parallel.prefetch=false", "parallel.accumulate=LOCAL"]),
                 ("all", ["execution.recompute=true", "parallel.gather=PER_STEP",
                          "parallel.accumulate=LOCAL"])]
     for name, sets in policies:

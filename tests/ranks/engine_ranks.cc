@@ -62,7 +62,8 @@ struct TestRun {
   OptimState state;
   OptimConfig optim;
 
-  static EngineOptions options(std::int64_t micro_batch, Accumulate accumulate, bool per_step) {
+  static EngineOptions options(std::int64_t micro_batch, Accumulate accumulate, bool per_step,
+                               bool prefetch) {
     EngineOptions options;
     MPI_Comm_rank(MPI_COMM_WORLD, &options.rank);
     MPI_Comm_size(MPI_COMM_WORLD, &options.ranks);
@@ -70,13 +71,14 @@ struct TestRun {
     options.quanta = kSamples / micro_batch;
     options.accumulate = accumulate;
     options.gather_per_step = per_step;
+    options.prefetch = prefetch;
     return options;
   }
 
   explicit TestRun(std::int64_t micro_batch, Accumulate accumulate = Accumulate::kSharded,
-                   bool per_step = false, DType compute = DType::kF32)
+                   bool per_step = false, DType compute = DType::kF32, bool prefetch = true)
       : stack(make_stack(compute)),
-        plan(stack, options(micro_batch, accumulate, per_step)),
+        plan(stack, options(micro_batch, accumulate, per_step, prefetch)),
         engine(stack, plan, device, communicator, activity) {
     engine.initialise(1);
   }
@@ -273,14 +275,16 @@ TEST(Engine, AStepAllocatesNothingOnceWarm) {
   for (const auto& [accumulate, compute] :
        {std::pair(Accumulate::kSharded, DType::kF32), std::pair(Accumulate::kLocal, DType::kF32),
         std::pair(Accumulate::kSharded, DType::kBF16)}) {
-    TestRun run(1, accumulate, false, compute);
-    run.fill();
-    run.step();
-    run.step();
-    EXPECT_EQ(testing::count_allocations([&] {
-                for (int i = 0; i < 3; ++i) run.step();
-              }),
-              0);
+    for (const bool prefetch : {true, false}) {
+      TestRun run(1, accumulate, false, compute, prefetch);
+      run.fill();
+      run.step();
+      run.step();
+      EXPECT_EQ(testing::count_allocations([&] {
+                  for (int i = 0; i < 3; ++i) run.step();
+                }),
+                0);
+    }
   }
 }
 
@@ -288,19 +292,78 @@ TEST(Engine, AStepAllocatesNothingOnceWarm) {
 TEST(Engine, PlannedTrafficIsTheTrafficSent) {
   for (const Accumulate accumulate : {Accumulate::kSharded, Accumulate::kLocal}) {
     for (const bool per_step : {false, true}) {
-      TestRun run(1, accumulate, per_step, per_step ? DType::kBF16 : DType::kF32);
-      run.fill();
-      run.communicator.reset_traffic();
-      run.step();
-      const EnginePlan::Communication planned = run.plan.communication();
-      EXPECT_EQ(run.communicator.traffic(Traffic::kGather).bytes_sent, planned.gather_bytes);
-      EXPECT_EQ(run.communicator.traffic(Traffic::kReduce).bytes_sent, planned.reduce_bytes);
-      if (run.communicator.size() > 1) {
-        EXPECT_GT(planned.gather_bytes, 0);
-        EXPECT_GT(planned.reduce_bytes, 0);
+      for (const bool prefetch : {true, false}) {
+        TestRun run(1, accumulate, per_step, per_step ? DType::kBF16 : DType::kF32, prefetch);
+        run.fill();
+        const EnginePlan::Communication planned = run.plan.communication();
+        for (int step = 0; step < 2; ++step) {
+          run.communicator.reset_traffic();
+          ASSERT_TRUE(run.step().applied);
+          EXPECT_EQ(run.communicator.traffic(Traffic::kGather).bytes_sent, planned.gather_bytes);
+          EXPECT_EQ(run.communicator.traffic(Traffic::kReduce).bytes_sent, planned.reduce_bytes);
+        }
+        if (run.communicator.size() > 1) {
+          EXPECT_GT(planned.gather_bytes, 0);
+          EXPECT_GT(planned.reduce_bytes, 0);
+        }
       }
     }
   }
+}
+
+TEST(Engine, PrefetchChangesNoBit) {
+  for (const Accumulate accumulate : {Accumulate::kSharded, Accumulate::kLocal}) {
+    for (const bool per_step : {false, true}) {
+      const DType compute = per_step ? DType::kBF16 : DType::kF32;
+      TestRun blocking(1, accumulate, per_step, compute, false);
+      TestRun overlapping(1, accumulate, per_step, compute, true);
+      blocking.fill();
+      overlapping.fill();
+      for (int step = 0; step < 3; ++step) {
+        const StepResult expected = blocking.step();
+        const StepResult result = overlapping.step();
+        EXPECT_EQ(result.loss, expected.loss);
+        EXPECT_EQ(result.gradient_norm, expected.gradient_norm);
+        // What evaluating leaves in the buffers of gathered parameters must not be taken for new.
+        EXPECT_EQ(overlapping.engine.evaluate(overlapping.count() > 0),
+                  blocking.engine.evaluate(blocking.count() > 0));
+      }
+      EXPECT_EQ(overlapping.shard(), blocking.shard());
+    }
+  }
+}
+
+// While a unit computes, its gradient's predecessor goes and its successor's parameters come.
+TEST(Engine, TransfersOverlapWithCompute) {
+  for (const Accumulate accumulate : {Accumulate::kSharded, Accumulate::kLocal}) {
+    TestRun run(1, accumulate);
+    run.fill();
+    run.communicator.reset_traffic();
+    const TrafficCount& gather = run.communicator.traffic(Traffic::kGather);
+    const TrafficCount& reduce = run.communicator.traffic(Traffic::kReduce);
+    // How fast the other ranks are, nobody knows; in one step of many some transfers are in time.
+    for (int step = 0; step < 200; ++step) {
+      run.step();
+      std::int64_t in_time = std::min(gather.overlapped, reduce.overlapped);
+      if (run.communicator.all_reduce("test", Reduction::kMin, in_time) > 0) break;
+    }
+    if (run.communicator.size() == 1) {
+      EXPECT_EQ(run.communicator.most_in_flight(), 0);
+      continue;
+    }
+    EXPECT_GE(run.communicator.most_in_flight(), 2);
+    EXPECT_GT(gather.overlapped, 0);
+    EXPECT_GT(reduce.overlapped, 0);
+    EXPECT_LE(gather.overlapped, gather.calls);
+    EXPECT_LE(reduce.overlapped, reduce.calls);
+  }
+  TestRun blocking(1, Accumulate::kSharded, false, DType::kF32, false);
+  blocking.fill();
+  blocking.communicator.reset_traffic();
+  blocking.step();
+  EXPECT_LE(blocking.communicator.most_in_flight(), 1);
+  EXPECT_EQ(blocking.communicator.traffic(Traffic::kGather).overlapped, 0);
+  EXPECT_EQ(blocking.communicator.traffic(Traffic::kReduce).overlapped, 0);
 }
 
 // The promise of equal bits means something only if parameters are cut between ranks.
