@@ -5,8 +5,10 @@
 #include <algorithm>
 #include <array>
 #include <cstring>
+#include <memory>
 #include <string>
 
+#include "runtime/amx.h"
 #include "runtime/memory.h"
 #include "runtime/products_cache.h"
 
@@ -144,9 +146,13 @@ PreparedProduct& ProductCache::find_or_prepare(const ProductKey& key) {
 }
 
 std::byte* ProductCache::scratch(std::size_t which, std::int64_t bytes) {
+  constexpr std::size_t kLine = 64;
   std::vector<std::byte>& room = scratch_[which];
-  if (room.size() < static_cast<std::size_t>(bytes)) room.resize(static_cast<std::size_t>(bytes));
-  return room.data();
+  const std::size_t needed = static_cast<std::size_t>(bytes) + kLine;
+  if (room.size() < needed) room.resize(needed);
+  void* place = room.data();
+  std::size_t left = room.size();
+  return static_cast<std::byte*>(std::align(kLine, static_cast<std::size_t>(bytes), place, left));
 }
 
 void ProductCache::grow() {
@@ -198,6 +204,14 @@ void clear_rows(Matrix matrix, std::int64_t first) {
 
 }  // namespace
 
+namespace {
+
+// bf16 goes over the CPU's own tiles where it has them: measured against the library in
+// docs/benchmarks.md. There a row's bits depend on nothing but the row.
+bool on_tiles(DType dtype) { return dtype == DType::kBF16 && amx_granted(); }
+
+}  // namespace
+
 void product(Worker& worker, Matrix a, Transpose transpose_a, Matrix b, Transpose transpose_b,
              Matrix c, bool accumulate) {
   const bool ta = transpose_a == Transpose::kYes;
@@ -213,6 +227,15 @@ void product(Worker& worker, Matrix a, Transpose transpose_a, Matrix b, Transpos
     if (!accumulate) clear_rows(c, 0);
     return;
   }
+  if (on_tiles(a.dtype) && (c.dtype == DType::kF32 || !ta)) {
+    const auto operand = [](const Matrix& of, bool transpose) {
+      return AmxOperand{reinterpret_cast<const BFloat16*>(of.data), transpose ? 1 : of.stride,
+                        transpose ? of.stride : 1};
+    };
+    amx_product(m, n, k, operand(a, ta), operand(b, tb), {c.data, c.stride, c.dtype}, accumulate,
+                worker.products().scratch(0, amx_room(m, k)));
+    return;
+  }
   worker.products()
       .find_or_prepare(
           {m, n, k, a.stride, b.stride, c.stride, ta, tb, accumulate, a.dtype, c.dtype})
@@ -221,11 +244,11 @@ void product(Worker& worker, Matrix a, Transpose transpose_a, Matrix b, Transpos
 
 void product_of_rows(Worker& worker, std::int64_t tile_rows, Matrix a, Matrix b,
                      Transpose transpose_b, Matrix c, bool accumulate) {
-  TESSERA_CHECK(a.rows <= tile_rows && a.rows == c.rows);
-  if (a.rows == tile_rows) {
+  if (a.rows == tile_rows || on_tiles(a.dtype)) {
     product(worker, a, Transpose::kNo, b, transpose_b, c, accumulate);
     return;
   }
+  TESSERA_CHECK(a.rows < tile_rows && a.rows == c.rows);
   // The scratch has the operands' own strides, so that the prepared product is the very same.
   const auto padded = [&](std::size_t which, const Matrix& like) {
     const std::int64_t bytes = tile_rows * like.stride * size_of(like.dtype);
@@ -248,6 +271,9 @@ namespace {
 // Pieces of a product's output. Fixed numbers: the cut depends on the shape alone.
 constexpr std::int64_t kPieceRows = 128;
 constexpr std::int64_t kPieceColumns = 1024;
+// On tiles, which pack each piece's operands for themselves.
+constexpr std::int64_t kTilePieceRows = 256;
+constexpr std::int64_t kTilePieceColumns = 512;
 
 Matrix block(Matrix from, std::int64_t row, std::int64_t rows, std::int64_t column,
              std::int64_t columns) {
@@ -256,14 +282,16 @@ Matrix block(Matrix from, std::int64_t row, std::int64_t rows, std::int64_t colu
 
 // Calls body(worker, row, rows, column, columns) for each piece of an output of this size.
 template <class Body>
-void for_each_piece(Queue& queue, const Matrix& output, const Body& body) {
-  const std::int64_t across = (output.columns + kPieceColumns - 1) / kPieceColumns;
-  const std::int64_t down = (output.rows + kPieceRows - 1) / kPieceRows;
+void for_each_piece(Queue& queue, DType operands, const Matrix& output, const Body& body) {
+  const std::int64_t rows = on_tiles(operands) ? kTilePieceRows : kPieceRows;
+  const std::int64_t columns = on_tiles(operands) ? kTilePieceColumns : kPieceColumns;
+  const std::int64_t across = (output.columns + columns - 1) / columns;
+  const std::int64_t down = (output.rows + rows - 1) / rows;
   queue.parallel_for(down * across, [&](std::int64_t piece, Worker& worker) {
-    const std::int64_t row = piece / across * kPieceRows;
-    const std::int64_t column = piece % across * kPieceColumns;
-    body(worker, row, std::min(kPieceRows, output.rows - row), column,
-         std::min(kPieceColumns, output.columns - column));
+    const std::int64_t row = piece / across * rows;
+    const std::int64_t column = piece % across * columns;
+    body(worker, row, std::min(rows, output.rows - row), column,
+         std::min(columns, output.columns - column));
   });
 }
 
@@ -272,7 +300,7 @@ void for_each_piece(Queue& queue, const Matrix& output, const Body& body) {
 void linear_forward(Queue& queue, Matrix x, Matrix w, Matrix y) {
   TESSERA_CHECK(x.rows == y.rows && x.columns == w.columns && w.rows == y.columns);
   for_each_piece(
-      queue, y,
+      queue, x.dtype, y,
       [&](Worker& worker, std::int64_t row, std::int64_t m, std::int64_t column, std::int64_t n) {
         product_of_rows(worker, kPieceRows, block(x, row, m, 0, x.columns),
                         block(w, column, n, 0, w.columns), Transpose::kYes,
@@ -283,7 +311,7 @@ void linear_forward(Queue& queue, Matrix x, Matrix w, Matrix y) {
 void linear_backward_input(Queue& queue, Matrix d_y, Matrix w, Matrix d_x, bool accumulate) {
   TESSERA_CHECK(d_y.rows == d_x.rows && d_y.columns == w.rows && w.columns == d_x.columns);
   for_each_piece(
-      queue, d_x,
+      queue, d_y.dtype, d_x,
       [&](Worker& worker, std::int64_t row, std::int64_t m, std::int64_t column, std::int64_t n) {
         product_of_rows(worker, kPieceRows, block(d_y, row, m, 0, d_y.columns),
                         block(w, 0, w.rows, column, n), Transpose::kNo,
@@ -294,7 +322,7 @@ void linear_backward_input(Queue& queue, Matrix d_y, Matrix w, Matrix d_x, bool 
 void linear_backward_weight(Queue& queue, Matrix d_y, Matrix x, Matrix d_w, bool accumulate) {
   TESSERA_CHECK(d_y.rows == x.rows && d_y.columns == d_w.rows && x.columns == d_w.columns);
   for_each_piece(
-      queue, d_w,
+      queue, d_y.dtype, d_w,
       [&](Worker& worker, std::int64_t row, std::int64_t m, std::int64_t column, std::int64_t n) {
         product(worker, block(d_y, 0, d_y.rows, row, m), Transpose::kYes,
                 block(x, 0, x.rows, column, n), Transpose::kNo, block(d_w, row, m, column, n),

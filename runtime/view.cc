@@ -2,21 +2,6 @@
 
 namespace tessera {
 
-std::int64_t size_of(DType dtype) {
-  switch (dtype) {
-    case DType::kF32:
-    case DType::kI32:
-    case DType::kU32:
-      return 4;
-    case DType::kBF16:
-      return 2;
-    case DType::kF64:
-    case DType::kI64:
-      return 8;
-  }
-  return 0;
-}
-
 const char* name_of(DType dtype) {
   switch (dtype) {
     case DType::kF32:

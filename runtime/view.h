@@ -33,7 +33,20 @@ inline float to_float(BFloat16 value) {
   return std::bit_cast<float>(static_cast<std::uint32_t>(value.bits) << 16U);
 }
 
-std::int64_t size_of(DType dtype);
+constexpr std::int64_t size_of(DType dtype) {
+  switch (dtype) {
+    case DType::kBF16:
+      return 2;
+    case DType::kF32:
+    case DType::kI32:
+    case DType::kU32:
+      return 4;
+    case DType::kF64:
+    case DType::kI64:
+      return 8;
+  }
+  return 0;
+}
 const char* name_of(DType dtype);
 
 template <class T>

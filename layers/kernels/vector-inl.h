@@ -88,9 +88,8 @@ HWY_INLINE void store(FloatVector value, Elements to, std::int64_t count) {
 template <class Body>
 HWY_INLINE void for_vectors(std::int64_t n, const Body& body) {
   const std::int64_t step = lanes();
-  std::int64_t i = 0;
-  for (; i + step <= n; i += step) body(i, step);
-  if (i < n) body(i, n - i);
+  // One call, so that the body is inlined.
+  for (std::int64_t i = 0; i < n; i += step) body(i, HWY_MIN(step, n - i));
 }
 
 HWY_INLINE float sum_of(FloatVector v) { return hn::GetLane(hn::SumOfLanes(Floats(), v)); }
