@@ -52,18 +52,36 @@ void Queue::advance_background() {
   last_advance_ = std::chrono::steady_clock::now();
 }
 
+// Steps are a thousand short pieces of work in a row: a thread that sleeps between them would wake
+// too late for most. So it looks for a while first, leaving the core to whoever wants it.
+template <class Condition>
+bool Queue::comes_soon(const Condition& condition) {
+  constexpr int kLooks = 200;
+  for (int i = 0; i < kLooks; ++i) {
+    if (condition()) return true;
+    std::this_thread::yield();
+  }
+  return condition();
+}
+
 void Queue::work(int index) {
   omp_set_num_threads(1);
   std::uint64_t seen = 0;
-  std::unique_lock lock(mutex_);
+  const auto called = [&] { return stop_ || generation_ != seen; };
   while (true) {
-    start_.wait(lock, [&] { return stop_ || generation_ != seen; });
+    if (!comes_soon(called)) {
+      std::unique_lock lock(mutex_);
+      ++sleepers_;
+      start_.wait(lock, called);
+      --sleepers_;
+    }
     if (stop_) return;
     seen = generation_;
-    lock.unlock();
     take_pieces(worker(index));
-    lock.lock();
-    if (--active_ == 0) done_.notify_one();
+    if (--active_ == 0 && caller_sleeps_) {
+      const std::lock_guard lock(mutex_);
+      done_.notify_one();
+    }
   }
 }
 
@@ -76,20 +94,26 @@ void Queue::run(std::int64_t pieces, Piece call, const void* context) {
     }
     return;
   }
-  {
-    const std::lock_guard lock(mutex_);
-    call_ = call;
-    context_ = context;
-    pieces_ = pieces;
-    failed_ = false;
-    failure_ = nullptr;
-    active_ = static_cast<int>(threads_.size());
-    ++generation_;
+  call_ = call;
+  context_ = context;
+  pieces_ = pieces;
+  failed_ = false;
+  failure_ = nullptr;
+  active_ = static_cast<int>(threads_.size());
+  ++generation_;  // publishes all of the above
+  // A thread counts itself among the sleepers before it looks at the generation a last time.
+  if (sleepers_ > 0) {
+    { const std::lock_guard lock(mutex_); }
+    start_.notify_all();
   }
-  start_.notify_all();
   take_pieces(worker(0));
-  std::unique_lock lock(mutex_);
-  done_.wait(lock, [&] { return active_ == 0; });
+  const auto all_done = [&] { return active_ == 0; };
+  if (!comes_soon(all_done)) {
+    std::unique_lock lock(mutex_);
+    caller_sleeps_ = true;
+    done_.wait(lock, all_done);
+    caller_sleeps_ = false;
+  }
   if (failure_) std::rethrow_exception(failure_);
 }
 

@@ -92,15 +92,19 @@ class Queue {
   void run(std::int64_t pieces, Piece call, const void* context);
   void work(int index);
   void take_pieces(Worker& worker);
+  template <class Condition>
+  static bool comes_soon(const Condition& condition);
   void advance_background();
 
   std::vector<std::unique_ptr<Worker>> workers_;
   std::vector<std::thread> threads_;
   std::mutex mutex_;
   std::condition_variable start_, done_;
-  std::uint64_t generation_ = 0;
-  int active_ = 0;
-  bool stop_ = false;
+  std::atomic<std::uint64_t> generation_{0};
+  std::atomic<int> active_{0};    // threads still at this generation's pieces
+  std::atomic<int> sleepers_{0};  // threads that wait for start_
+  std::atomic<bool> caller_sleeps_{false};
+  std::atomic<bool> stop_{false};
   Piece call_ = nullptr;
   const void* context_ = nullptr;
   std::int64_t pieces_ = 0;
