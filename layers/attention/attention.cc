@@ -38,22 +38,25 @@ HWY_INLINE void softmax_tile_as(float* scores, const std::int64_t* begin, const 
       for (std::int64_t c = 0; c < kAttentionTile; c += step) store(hn::Zero(d), out + c, step);
       continue;
     }
+    // Only the first and the last vector of a row can reach outside its columns. (No fused
+    // multiply-subtract below: with huge scores the largest must come out as e^0.)
     const std::int64_t first = begin[r] / step * step;
+    const auto edge = [&](std::int64_t c) { return c < begin[r] || c + step > end[r]; };
     FloatVector largest = lowest;
     for (std::int64_t c = first; c < end[r]; c += step) {
-      const FloatVector s = hn::Mul(hn::LoadU(d, row + c), factor);
-      largest = hn::Max(largest, hn::IfThenElse(inside(c, begin[r], end[r]), s, lowest));
+      FloatVector s = hn::LoadU(d, row + c);
+      if (edge(c)) s = hn::IfThenElse(inside(c, begin[r], end[r]), s, lowest);
+      largest = hn::Max(largest, s);
     }
-    const float tile_max = max_of(largest);
+    const float tile_max = max_of(largest) * scale;
     const float new_max = tile_max > row_max[r] ? tile_max : row_max[r];
     const FloatVector shift = hn::Set(d, new_max);
     FloatVector sum = hn::Zero(d);
     std::int64_t c = 0;
     for (; c < first; c += step) store(hn::Zero(d), out + c, step);
     for (; c < end[r]; c += step) {
-      const FloatVector s = hn::Mul(hn::LoadU(d, row + c), factor);
-      const FloatVector p =
-          hn::IfThenElseZero(inside(c, begin[r], end[r]), exponential(hn::Sub(s, shift)));
+      FloatVector p = exponential(hn::Sub(hn::Mul(hn::LoadU(d, row + c), factor), shift));
+      if (edge(c)) p = hn::IfThenElseZero(inside(c, begin[r], end[r]), p);
       sum = hn::Add(sum, p);
       store(p, out + c, step);
     }
@@ -117,13 +120,15 @@ HWY_INLINE void backward_tile_as(float* scores, float* d_p, const std::int64_t* 
         store(hn::Zero(d), d_out + c, step);
         continue;
       }
-      const auto visible = inside(c, begin[r], end[r]);
-      const FloatVector s = hn::Mul(hn::LoadU(d, row + c), factor);
-      const FloatVector p = hn::IfThenElseZero(visible, exponential(hn::Sub(s, shift)));
-      const FloatVector gradient =
-          hn::Mul(hn::Mul(p, hn::Sub(hn::LoadU(d, d_row + c), mean)), factor);
+      FloatVector p = exponential(hn::Sub(hn::Mul(hn::LoadU(d, row + c), factor), shift));
+      FloatVector gradient = hn::Mul(hn::Mul(p, hn::Sub(hn::LoadU(d, d_row + c), mean)), factor);
+      if (c < begin[r] || c + step > end[r]) {
+        const auto visible = inside(c, begin[r], end[r]);
+        p = hn::IfThenElseZero(visible, p);
+        gradient = hn::IfThenElseZero(visible, gradient);
+      }
       store(p, out + c, step);
-      store(hn::IfThenElseZero(visible, gradient), d_out + c, step);
+      store(gradient, d_out + c, step);
     }
   }
 }
