@@ -272,8 +272,8 @@ namespace {
 constexpr std::int64_t kPieceRows = 128;
 constexpr std::int64_t kPieceColumns = 1024;
 // On tiles, which pack each piece's operands for themselves.
-constexpr std::int64_t kTilePieceRows = 256;
-constexpr std::int64_t kTilePieceColumns = 512;
+constexpr std::int64_t kTilePieceRows = 512;
+constexpr std::int64_t kTilePieceColumns = 256;
 
 Matrix block(Matrix from, std::int64_t row, std::int64_t rows, std::int64_t column,
              std::int64_t columns) {
