@@ -63,7 +63,7 @@ EnginePlan::EnginePlan(const Stack& stack, const EngineOptions& options)
     : options_(options),
       compute_(stack.compute()),
       units_(stack.units()),
-      share_(options.accumulate, options.quanta, options.ranks) {
+      share_(options.accumulate, options.quanta, options.ranks, options.order) {
   const BatchShape shape = options.quantum;
   for (const UnitSpec& unit : units_) layouts_.emplace_back(unit.name, buffers_of(unit));
 
@@ -157,17 +157,10 @@ EnginePlan::Communication EnginePlan::communication() const {
     for (std::size_t u = 0; u < units_.size(); ++u) need(u);
     for (std::size_t u = units_.size() - 1; u-- > 1;) need(u);
   }
-  const std::int64_t quanta = share_.count(options_.rank);
   for (const UnitLayout& layout : layouts_) {
     const std::int64_t others =
         (layout.count() - layout.slice(options_.rank, ranks).count()) * size_of(DType::kF32);
-    if (share_.policy() == Accumulate::kSharded) {
-      result.reduce_bytes += quanta * others;
-    } else if (quanta > 0) {
-      const std::int64_t first = share_.quantum(0, options_.rank);
-      result.reduce_bytes +=
-          static_cast<std::int64_t>(tree_nodes(first, first + quanta).size()) * others;
-    }
+    result.reduce_bytes += share_.sums_sent(options_.rank) * others;
   }
   return result;
 }

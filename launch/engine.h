@@ -26,6 +26,7 @@ struct EngineOptions {
   BatchShape quantum;       // of every quantum, with the queue's threads
   std::int64_t quanta = 1;  // of a step, over all ranks
   Accumulate accumulate = Accumulate::kSharded;
+  SumOrder order = SumOrder::kTree;
   bool gather_per_step = false;  // keep gathered parameters for the whole step
   // Parameters come and gradients go while other units compute, for which a second buffer is held.
   bool prefetch = true;

@@ -71,9 +71,11 @@ EngineOptions engine_options(const Config& config, std::int64_t sequence_length,
   options.quantum = {config.train().micro_batch(), sequence_length,
                      static_cast<int>(config.execution().threads())};
   options.quanta = quanta_of(config);
-  options.accumulate = config.parallel().accumulate() == ParallelConfig::LOCAL
+  const bool fast = config.parallel().reduction() == ParallelConfig::FAST;
+  options.accumulate = fast || config.parallel().accumulate() == ParallelConfig::LOCAL
                            ? Accumulate::kLocal
                            : Accumulate::kSharded;
+  options.order = fast ? SumOrder::kPlain : SumOrder::kTree;
   options.gather_per_step = config.parallel().gather() == ParallelConfig::PER_STEP;
   options.prefetch = config.parallel().prefetch();
   options.recompute = config.execution().recompute();

@@ -31,7 +31,8 @@ void add_to(float* __restrict left, const float* __restrict right, std::int64_t 
 }
 
 // Merges that pushing a node onto the stack brings about.
-std::size_t merges(std::span<const TreeNode> stack, TreeNode node) {
+std::size_t merges(std::span<const TreeNode> stack, TreeNode node, SumOrder order) {
+  if (order == SumOrder::kPlain) return stack.size();
   std::size_t count = 0;
   while (count < stack.size() && siblings(stack[stack.size() - 1 - count], node)) {
     node = parent(stack[stack.size() - 1 - count]);
@@ -40,8 +41,9 @@ std::size_t merges(std::span<const TreeNode> stack, TreeNode node) {
   return count;
 }
 
-void push_node(std::vector<TreeNode>& stack, const TreeNode& node) {
-  const std::size_t count = merges(stack, node);
+void push_node(std::vector<TreeNode>& stack, const TreeNode& node,
+               SumOrder order = SumOrder::kTree) {
+  const std::size_t count = merges(stack, node, order);
   if (count == 0) {
     stack.push_back(node);
     return;
@@ -52,8 +54,10 @@ void push_node(std::vector<TreeNode>& stack, const TreeNode& node) {
 
 // What rank `rank` sends under kLocal, in order of quanta.
 std::vector<TreeNode> local_nodes(const QuantumShare& share, int rank) {
-  return tree_nodes(run_begin(share.quanta(), share.ranks(), rank),
-                    run_begin(share.quanta(), share.ranks(), rank + 1));
+  const std::int64_t begin = run_begin(share.quanta(), share.ranks(), rank);
+  const std::int64_t end = run_begin(share.quanta(), share.ranks(), rank + 1);
+  if (share.order() == SumOrder::kPlain && begin < end) return {{begin, 0}};
+  return tree_nodes(begin, end);
 }
 
 std::vector<TreeNode> single_quanta(std::int64_t begin, std::int64_t end) {
@@ -66,7 +70,8 @@ std::int64_t local_buffers(const QuantumShare& share, int rank) {
   if (share.policy() == Accumulate::kSharded) return 0;
   return TreeAccumulator::buffers_needed(
       single_quanta(run_begin(share.quanta(), share.ranks(), rank),
-                    run_begin(share.quanta(), share.ranks(), rank + 1)));
+                    run_begin(share.quanta(), share.ranks(), rank + 1)),
+      share.order());
 }
 
 std::vector<TreeNode> received_nodes(const QuantumShare& share) {
@@ -94,8 +99,11 @@ std::vector<View> part(const std::vector<View>& buffers, std::int64_t begin, std
 
 }  // namespace
 
-QuantumShare::QuantumShare(Accumulate policy, std::int64_t quanta, int ranks)
-    : policy_(ranks == 1 ? Accumulate::kSharded : policy), quanta_(quanta), ranks_(ranks) {
+QuantumShare::QuantumShare(Accumulate policy, std::int64_t quanta, int ranks, SumOrder order)
+    : policy_(ranks == 1 ? Accumulate::kSharded : policy),
+      order_(order),
+      quanta_(quanta),
+      ranks_(ranks) {
   TESSERA_CHECK(quanta >= 1 && ranks >= 1);
 }
 
@@ -117,30 +125,36 @@ std::int64_t QuantumShare::count(int rank) const {
   return run_begin(quanta_, ranks_, rank + 1) - run_begin(quanta_, ranks_, rank);
 }
 
+std::int64_t QuantumShare::sums_sent(int rank) const {
+  return policy_ == Accumulate::kSharded
+             ? count(rank)
+             : static_cast<std::int64_t>(local_nodes(*this, rank).size());
+}
+
 std::vector<TreeNode> tree_nodes(std::int64_t begin, std::int64_t end) {
   std::vector<TreeNode> nodes;
   for (const TreeNode& node : single_quanta(begin, end)) push_node(nodes, node);
   return nodes;
 }
 
-std::int64_t TreeAccumulator::buffers_needed(std::span<const TreeNode> nodes) {
+std::int64_t TreeAccumulator::buffers_needed(std::span<const TreeNode> nodes, SumOrder order) {
   std::vector<TreeNode> stack;
   std::size_t most = 0;
   for (const TreeNode& node : nodes) {
-    push_node(stack, node);
+    push_node(stack, node, order);
     most = std::max(most, stack.size());
   }
   return static_cast<std::int64_t>(most);
 }
 
-TreeAccumulator::TreeAccumulator(Queue& queue, std::vector<View> buffers)
-    : queue_(queue), buffers_(std::move(buffers)) {
+TreeAccumulator::TreeAccumulator(Queue& queue, std::vector<View> buffers, SumOrder order)
+    : queue_(queue), buffers_(std::move(buffers)), order_(order) {
   nodes_.reserve(buffers_.size() + 1);
   for (const View& buffer : buffers_) TESSERA_CHECK(buffer.count() % kGranule == 0);
 }
 
 void TreeAccumulator::push(const TreeNode& node, const View& values) {
-  const std::size_t count = merges(nodes_, node);
+  const std::size_t count = merges(nodes_, node, order_);
   const std::size_t target = count == 0 ? nodes_.size() : nodes_.size() - count;
   TESSERA_CHECK(target < buffers_.size() && values.count() == buffers_[target].count());
   const std::int64_t elements = values.count();
@@ -160,7 +174,7 @@ void TreeAccumulator::push(const TreeNode& node, const View& values) {
       right = left;
     }
   });
-  push_node(nodes_, node);
+  push_node(nodes_, node, order_);
 }
 
 View TreeAccumulator::finish() {
@@ -187,7 +201,8 @@ std::vector<BufferSpec> CanonicalSum::buffers(const UnitLayout& layout, const Qu
                      Shape{layout.count()}});
   }
   const std::int64_t slice = layout.slice(rank, share.ranks()).count();
-  for (std::int64_t i = 0; i < TreeAccumulator::buffers_needed(received_nodes(share)); ++i) {
+  for (std::int64_t i = 0;
+       i < TreeAccumulator::buffers_needed(received_nodes(share), share.order()); ++i) {
     specs.push_back(
         {layout.name() + " partial sum " + std::to_string(i), DType::kF32, Shape{slice}});
   }
@@ -207,9 +222,11 @@ CanonicalSum::CanonicalSum(const UnitLayout& layout, const QuantumShare& share,
       communicator_(communicator),
       slice_(layout.slice(communicator.rank(), communicator.size())),
       workspace_(workspace),
-      local_(queue, part(buffers, 0, local_buffers(share, communicator.rank()))),
-      sharded_(queue, part(buffers, local_buffers(share, communicator.rank()),
-                           static_cast<std::int64_t>(buffers.size()))) {
+      local_(queue, part(buffers, 0, local_buffers(share, communicator.rank())), share.order()),
+      sharded_(queue,
+               part(buffers, local_buffers(share, communicator.rank()),
+                    static_cast<std::int64_t>(buffers.size())),
+               share.order()) {
   TESSERA_CHECK(share.ranks() == communicator.size());
   TESSERA_CHECK(workspace.count() >=
                 CanonicalSum::workspace(layout, share, communicator.rank()).shape.count());

@@ -21,24 +21,33 @@ enum class Accumulate : std::uint8_t {
   kLocal,    // a rank sums its own run of quanta first, then one exchange a step: least traffic
 };
 
-// Which quanta each rank computes. kSharded: round k gives quantum k*W + r to rank r. kLocal: rank
-// r's are the run [r*Q div W, (r+1)*Q div W), one a round.
+enum class SumOrder : std::uint8_t {
+  kTree,   // the canonical sum
+  kPlain,  // a rank's quanta one after another, then the ranks': other bits on other layouts
+};
+
+// Which quanta each rank computes, and how their gradients are added up. kSharded: round k gives
+// quantum k*W + r to rank r. kLocal: rank r's are the run [r*Q div W, (r+1)*Q div W), one a round.
 class QuantumShare {
  public:
   static constexpr std::int64_t kNone = -1;
 
-  QuantumShare(Accumulate policy, std::int64_t quanta, int ranks);
+  QuantumShare(Accumulate policy, std::int64_t quanta, int ranks, SumOrder order = SumOrder::kTree);
   // With one rank there is nothing to exchange and both policies are kSharded.
   Accumulate policy() const { return policy_; }
+  SumOrder order() const { return order_; }
   std::int64_t quanta() const { return quanta_; }
   int ranks() const { return ranks_; }
   // Every rank goes through all rounds, since gathers and exchanges need every rank.
   std::int64_t rounds() const;
   std::int64_t quantum(std::int64_t round, int rank) const;  // kNone: the rank has none
   std::int64_t count(int rank) const;                        // quanta of a rank
+  // Partial sums that a rank sends of each unit in a step.
+  std::int64_t sums_sent(int rank) const;
 
  private:
   Accumulate policy_;
+  SumOrder order_;
   std::int64_t quanta_;
   int ranks_;
 };
@@ -53,12 +62,14 @@ struct TreeNode {
 std::vector<TreeNode> tree_nodes(std::int64_t begin, std::int64_t end);
 
 // A binary counter of partial sums: nodes are pushed in order of their quanta, siblings are added.
+// Under kPlain a single sum, to which each node is added.
 class TreeAccumulator {
  public:
   // The buffers of `count` f32 each that pushing these nodes takes.
-  static std::int64_t buffers_needed(std::span<const TreeNode> nodes);
+  static std::int64_t buffers_needed(std::span<const TreeNode> nodes,
+                                     SumOrder order = SumOrder::kTree);
 
-  TreeAccumulator(Queue& queue, std::vector<View> buffers);
+  TreeAccumulator(Queue& queue, std::vector<View> buffers, SumOrder order = SumOrder::kTree);
   // `values` is read only and may be reused after the call.
   void push(const TreeNode& node, const View& values);
   // The partial sums in order of their quanta, valid until the next push.
@@ -72,9 +83,11 @@ class TreeAccumulator {
   Queue& queue_;
   std::vector<View> buffers_;    // the first nodes_.size() hold the partial sums
   std::vector<TreeNode> nodes_;  // a stack
+  SumOrder order_;
 };
 
-// The canonical sum of one unit's gradient, step after step.
+// The canonical sum of one unit's gradient, step after step; under SumOrder::kPlain the same
+// exchanges with a sum that isn't canonical.
 class CanonicalSum {
  public:
   // What a rank needs for one unit, to be granted to the constructor in this order. Held from a

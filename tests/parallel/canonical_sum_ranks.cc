@@ -55,6 +55,18 @@ std::vector<float> in_sequence(const std::vector<std::vector<float>>& gradients)
   return sum;
 }
 
+// Each rank's run in sequence, then the ranks' sums in sequence.
+std::vector<float> by_ranks(const std::vector<std::vector<float>>& gradients, int ranks) {
+  const auto quanta = static_cast<std::int64_t>(gradients.size());
+  std::vector<std::vector<float>> sums;
+  for (std::int64_t rank = 0; rank < ranks; ++rank) {
+    const auto begin = gradients.begin() + rank * quanta / ranks;
+    const auto end = gradients.begin() + (rank + 1) * quanta / ranks;
+    if (begin != end) sums.push_back(in_sequence({begin, end}));
+  }
+  return in_sequence(sums);
+}
+
 // Memory for a CanonicalSum, with a guard that nothing writes beyond what was asked for.
 class Grant {
  public:
@@ -80,9 +92,10 @@ class Grant {
   std::vector<View> views_;
 };
 
-class Policies : public testing::TestWithParam<Accumulate> {};
+class Policies : public testing::TestWithParam<std::pair<Accumulate, SumOrder>> {};
 
-TEST_P(Policies, SumIsTheTreeBitForBit) {
+TEST_P(Policies, SumIsTheFormulaBitForBit) {
+  const auto [policy, order] = GetParam();
   Communicator communicator(MPI_COMM_WORLD);
   const int self = communicator.rank();
   const UnitLayout layout = unit();
@@ -91,9 +104,11 @@ TEST_P(Policies, SumIsTheTreeBitForBit) {
   bool order_matters = false;
   for (std::int64_t quanta = 1; quanta <= 17; ++quanta) {
     gradients.push_back(gradient_of(layout, quanta - 1));
-    const std::vector<float> expected = tree(gradients);
-    order_matters = order_matters || expected != in_sequence(gradients);
-    const QuantumShare share(GetParam(), quanta, communicator.size());
+    const std::vector<float> expected =
+        order == SumOrder::kTree ? tree(gradients) : by_ranks(gradients, communicator.size());
+    order_matters = order_matters || expected != (order == SumOrder::kTree ? in_sequence(gradients)
+                                                                           : tree(gradients));
+    const QuantumShare share(policy, quanta, communicator.size(), order);
     // Threads share pieces; their number must not show.
     Queue queue(1 + static_cast<int>(quanta % 2));
     const Grant grant(CanonicalSum::buffers(layout, share, self));
@@ -128,19 +143,26 @@ TEST_P(Policies, SumIsTheTreeBitForBit) {
     // Ranks really exchanged: all of a gradient but the own slice, for each node that was sent.
     const std::int64_t away = (layout.count() - slice.count()) * 4;
     std::int64_t sent = share.count(self);
-    if (share.policy() == Accumulate::kLocal) {
+    if (order == SumOrder::kPlain && share.policy() == Accumulate::kLocal) {
+      sent = std::min<std::int64_t>(sent, 1);
+    } else if (share.policy() == Accumulate::kLocal) {
       const std::int64_t begin = share.quantum(0, self);
       sent = sent == 0 ? 0 : static_cast<std::int64_t>(tree_nodes(begin, begin + sent).size());
     }
+    EXPECT_EQ(sent, share.sums_sent(self));
     EXPECT_EQ(communicator.traffic(Traffic::kReduce).bytes_sent, away * sent);
     EXPECT_EQ(communicator.traffic(Traffic::kReduce).calls,
               share.policy() == Accumulate::kLocal ? 1 : share.rounds());
   }
   EXPECT_TRUE(order_matters) << "the gradients can't tell the tree from another order";
 }
-INSTANTIATE_TEST_SUITE_P(Both, Policies, testing::Values(Accumulate::kSharded, Accumulate::kLocal),
+INSTANTIATE_TEST_SUITE_P(All, Policies,
+                         testing::Values(std::pair(Accumulate::kSharded, SumOrder::kTree),
+                                         std::pair(Accumulate::kLocal, SumOrder::kTree),
+                                         std::pair(Accumulate::kLocal, SumOrder::kPlain)),
                          [](const auto& info) {
-                           return info.param == Accumulate::kSharded ? "Sharded" : "Local";
+                           if (info.param.second == SumOrder::kPlain) return "Plain";
+                           return info.param.first == Accumulate::kSharded ? "Sharded" : "Local";
                          });
 
 // The case that the parts above have to meet: a rank's slice holds pieces of several parameters.

@@ -75,6 +75,19 @@ struct TestRun {
     return options;
   }
 
+  static EngineOptions plain() {
+    EngineOptions plain = options(1, Accumulate::kLocal, false, true);
+    plain.order = SumOrder::kPlain;
+    return plain;
+  }
+
+  explicit TestRun(const EngineOptions& options)
+      : stack(make_stack(DType::kF32)),
+        plan(stack, options),
+        engine(stack, plan, device, communicator, activity) {
+    engine.initialise(1);
+  }
+
   explicit TestRun(std::int64_t micro_batch, Accumulate accumulate = Accumulate::kSharded,
                    bool per_step = false, DType compute = DType::kF32, bool prefetch = true)
       : stack(make_stack(compute)),
@@ -331,6 +344,35 @@ TEST(Engine, PrefetchChangesNoBit) {
       EXPECT_EQ(overlapping.shard(), blocking.shard());
     }
   }
+}
+
+// FAST: the same bits again and again on one layout, and the canonical numbers but for rounding.
+TEST(Engine, PlainSumsAreRepeatableAndCloseToCanonical) {
+  TestRun canonical(1), first(TestRun::plain()), second(TestRun::plain());
+  for (TestRun* run : {&canonical, &first, &second}) {
+    run->fill();
+    run->optim.set_clip_norm(0);
+  }
+  const StepResult expected = canonical.step(), result = first.step();
+  EXPECT_EQ(result.loss, expected.loss);  // losses are summed by the tree as ever
+  EXPECT_EQ(result.labels, expected.labels);
+  // 8 terms an element, each sum within 7 eps of the sum of magnitudes, which cancellation makes
+  // larger than the sum's own; the norm is over all elements.
+  constexpr double kEpsilon = std::numeric_limits<float>::epsilon();
+  EXPECT_NEAR(result.gradient_norm, expected.gradient_norm,
+              2 * 7 * kEpsilon * 8 * expected.gradient_norm);
+  EXPECT_EQ(second.step().gradient_norm, result.gradient_norm);
+  for (int step = 0; step < 2; ++step) {
+    const StepResult a = first.step(), b = second.step();
+    EXPECT_EQ(a.loss, b.loss);
+    EXPECT_EQ(a.gradient_norm, b.gradient_norm);
+  }
+  EXPECT_EQ(first.shard(), second.shard());
+  first.communicator.reset_traffic();
+  first.step();
+  EXPECT_EQ(first.communicator.traffic(Traffic::kReduce).bytes_sent,
+            first.plan.communication().reduce_bytes);
+  EXPECT_EQ(testing::count_allocations([&] { first.step(); }), 0);
 }
 
 // While a unit computes, its gradient's predecessor goes and its successor's parameters come.
