@@ -316,6 +316,7 @@ TEST_F(ManySources, B43_SameBytesForAnyThreads) {
 TEST_F(ManySources, B43_SameBytesForAnyRanks) {
   for (const int ranks : {2, 4}) {
     std::vector<pid_t> children;
+    children.reserve(static_cast<std::size_t>(ranks));
     for (int rank = 0; rank < ranks; ++rank) children.push_back(start(1, rank, ranks, "ranks"));
     for (const pid_t child : children) EXPECT_EQ(wait_for(child), 0);
     EXPECT_TRUE(files_below(root_ / "ranks") == expected_) << ranks;

@@ -132,7 +132,7 @@ class SourceFileTest : public ::testing::Test {
   }
   Thrown read_error(const std::string& name, const std::string& bytes) {
     const std::string file = path(name, bytes);
-    const Thrown thrown = thrown_by([&] {
+    Thrown thrown = thrown_by([&] {
       SourceFile source(file);
       read_all(source);
     });
@@ -168,7 +168,8 @@ TEST_F(SourceFileTest, EmptyArchivesHoldNothing) {
 }
 
 TEST_F(SourceFileTest, WhatCompressesWellIsReadInPieces) {
-  const std::string bytes(20000000, 'x');
+  std::string bytes;
+  bytes.resize(20000000, 'x');
   for (const auto& [name, packed] :
        {std::pair<std::string, std::string>{"a.gz", gzip(bytes)}, {"a.zst", zstd(bytes)}}) {
     SourceFile file(path(name, packed));
@@ -219,7 +220,7 @@ class RecordsTest : public SourceFileTest {
     SourceFile file(path(name, bytes));
     std::vector<std::pair<std::int64_t, std::string>> found;
     read_records(file, is_jsonl(name),
-                 [&](Record record) { found.emplace_back(record.line, record.bytes); });
+                 [&](const Record& record) { found.emplace_back(record.line, record.bytes); });
     return found;
   }
 };
