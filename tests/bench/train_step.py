@@ -83,6 +83,7 @@ def main():
     parser.add_argument("--llmc", help="llm.c's train_gpt2; without it no llm.c")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=2, help="in each turn")
+    parser.add_argument("--warm-up", type=int, default=3, help="steps before the first turn")
     parser.add_argument("--ours", nargs=argparse.REMAINDER, default=[],
                         help="more options of bench_train_step")
     options = parser.parse_args()
@@ -114,7 +115,8 @@ def main():
                         {**taking_turns.MALLOC, "OMP_NUM_THREADS": "2"})
         if options.llmc and precision == "f32":
             programs["llm.c"] = LlmC(options.llmc)
-        seconds, answers = taking_turns.in_turn(programs, options.rounds, options.steps, 3)
+        seconds, answers = taking_turns.in_turn(programs, options.rounds, options.steps,
+                                               options.warm_up)
         for program in programs.values():
             program.end()
         first = seconds[next(iter(programs))]
