@@ -270,7 +270,7 @@ namespace {
 
 // Pieces of a product's output. Fixed numbers: the cut depends on the shape alone.
 constexpr std::int64_t kPieceRows = 128;
-constexpr std::int64_t kPieceColumns = 1024;
+constexpr std::int64_t kPieceColumns = 512;
 // On tiles, which pack each piece's operands for themselves.
 constexpr std::int64_t kTilePieceRows = 512;
 constexpr std::int64_t kTilePieceColumns = 256;
