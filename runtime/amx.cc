@@ -192,10 +192,17 @@ TESSERA_AMX inline void amx_terms(const Group (&a)[2], const std::byte* b, std::
 }
 
 template <bool kTwo>
-TESSERA_AMX void amx_groups(const Group (&a)[2], const std::byte* b, Target c, bool add) {
+TESSERA_AMX void amx_groups(const Group (&a)[2], const std::byte* b, Target c, bool add,
+                            const float* next) {
   const std::int64_t stride = c.stride * 4;
   float* const below = c.data + kGroup * c.stride;
   memory_is_read();
+  if (next != nullptr) {
+    for (std::int64_t r = 0; r < 2 * kGroup; ++r) {
+      _mm_prefetch(next + r * c.stride, _MM_HINT_T0);
+      _mm_prefetch(next + r * c.stride + 16, _MM_HINT_T0);
+    }
+  }
   if (add) {
     _tile_loadd(0, c.data, stride);
     _tile_loadd(1, c.data + 16, stride);
@@ -351,9 +358,11 @@ void amx_product(std::int64_t rows, std::int64_t columns, std::int64_t inner, Am
       const AmxResult place = {c.data + row * c.stride * size_of(c.dtype), c.stride, c.dtype};
       if (fetch) copy_in(place, column, height, width, here.data);
       if (two) {
-        amx_groups<true>(both, b_room, here, add);
+        const bool more = row + 4 * kGroup <= rows;
+        amx_groups<true>(both, b_room, here, add,
+                         more ? here.data + 2 * kGroup * here.stride : nullptr);
       } else {
-        amx_groups<false>(both, b_room, here, add);
+        amx_groups<false>(both, b_room, here, add, nullptr);
       }
       if (put) copy_out(here.data, column, height, width, place);
     }
