@@ -3,28 +3,13 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <array>
 #include <atomic>
 #include <chrono>
-#include <cstdlib>
-#include <new>
 #include <thread>
 
 #include "tests/data/data_fixture.h"
-
-namespace {
-std::atomic<std::int64_t> allocations{0};
-}
-
-// Counts what the whole program allocates. (Inlined, the pair would look mismatched to g++.)
-[[gnu::noinline]] void* operator new(std::size_t bytes) {
-  ++allocations;
-  if (void* memory = std::malloc(bytes)) return memory;
-  throw std::bad_alloc();
-}
-[[gnu::noinline]] void operator delete(void* memory) noexcept { std::free(memory); }
-[[gnu::noinline]] void operator delete(void* memory, std::size_t /*bytes*/) noexcept {
-  std::free(memory);
-}
+#include "tests/layers/count_allocations.h"
 
 namespace tessera {
 namespace {
@@ -187,12 +172,13 @@ TEST_F(LoaderTest, AllocatesNothingPerQuantum) {
     loader.acquire();
     loader.release();
   }
-  const std::int64_t before = allocations;
-  for (int n = 0; n < 300; ++n) {
-    ASSERT_FALSE(loader.acquire().empty());
-    loader.release();
-  }
-  EXPECT_EQ(allocations, before);
+  EXPECT_EQ(testing::count_allocations([&] {
+              for (int n = 0; n < 300; ++n) {
+                ASSERT_FALSE(loader.acquire().empty());
+                loader.release();
+              }
+            }),
+            0);
 }
 
 TEST_F(LoaderTest, AReadingErrorComesInItsPlace) {
@@ -206,7 +192,7 @@ TEST_F(LoaderTest, AReadingErrorComesInItsPlace) {
   while (touches(good)) ++good;
   std::int64_t bad = good;
   while (!touches(bad)) ++bad;
-  std::filesystem::resize_file(root_ / "b/part-1", 249 * 4);
+  std::filesystem::resize_file(root_ / "b/part-1", std::uintmax_t{249} * 4);
   Loader loader(
       *stream_, 1, [](std::int64_t n) { return n; }, 4, good);
   for (std::int64_t n = good; n < bad; ++n) {
@@ -263,12 +249,12 @@ TEST_F(LoaderTest, CountsTheSecondsThatItWasWaitedFor) {
 
 TEST_F(LoaderTest, AStreamIsReadByManyThreadsAtOnce) {
   const std::vector<Tokens> expected = straight(0, 400);
-  std::vector<std::thread> threads;
+  std::array<std::thread, 4> threads;
   std::atomic<int> wrong{0};
-  for (int t = 0; t < 4; ++t) {
-    threads.emplace_back([&, t] {
+  for (std::size_t t = 0; t < threads.size(); ++t) {
+    threads[t] = std::thread([&, t] {
       Tokens window(kLength + 1);
-      for (std::size_t i = static_cast<std::size_t>(t); i < 400; i += 2) {
+      for (std::size_t i = t; i < 400; i += 2) {
         stream_->read(static_cast<std::int64_t>(i), window.data());
         if (window != expected[i]) ++wrong;
       }

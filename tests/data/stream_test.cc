@@ -105,7 +105,7 @@ void expect_shares_at_block_ends(const Mixture& mixture, const std::vector<Wide>
     for (std::int64_t i = b * mixture.block(); i < (b + 1) * mixture.block(); ++i) {
       ++count[static_cast<std::size_t>(mixture.locate(i).component)];
     }
-    const auto position = static_cast<Wide>((b + 1) * mixture.block());
+    const auto position = static_cast<Wide>(b + 1) * static_cast<Wide>(mixture.block());
     for (std::size_t c = 0; c < masses.size(); ++c) {
       // |count - position * mass / sum| < 1, in integers.
       const Wide exact = position * masses[c];
