@@ -14,6 +14,7 @@
 #include "launch/version.h"
 #include "optim/schedule.h"
 #include "parallel/checkpoint.h"
+#include "runtime/peak.h"
 
 namespace tessera {
 namespace {
@@ -103,7 +104,25 @@ Trainer::Trainer(const Config& config, const TokenStream& stream, const Stack& s
     say("note: " + std::to_string(communicator.size()) + " ranks don't divide the step's " +
         std::to_string(quanta_of(config)) + " quanta: some ranks wait; the results are the same");
   }
+  peak_flops_ = measure_peak();
   start(resume);
+}
+
+double Trainer::measure_peak() {
+  activity_.set("measure peak");
+  const std::vector<std::string>& hosts = communicator_.hosts();
+  const bool first = std::find(hosts.begin(), hosts.end(), communicator_.host()) ==
+                     hosts.begin() + communicator_.rank();
+  std::int64_t flops = 0;
+  if (first) {
+    const auto ranks = std::count(hosts.begin(), hosts.end(), communicator_.host());
+    const Precision precision =
+        stack_.compute() == DType::kBF16 ? Precision::kBF16 : Precision::kF32;
+    flops = static_cast<std::int64_t>(
+        peak_flops(precision, static_cast<int>(ranks * config_.execution().threads()), kVersion));
+  }
+  communicator_.quiet_barrier("peak");
+  return static_cast<double>(communicator_.all_reduce("peak", Reduction::kSum, flops));
 }
 
 void Trainer::start(const ResumeOptions& resume) {
@@ -278,6 +297,10 @@ void Trainer::write_metrics(const StepResult& result, double rate, double second
   metrics.grad_norm = result.gradient_norm;
   metrics.seconds = seconds;
   metrics.tokens_per_second = static_cast<double>(step_tokens) / seconds;
+  // The backward pass is twice the forward's work; recomputation doesn't count.
+  if (peak_flops_ > 0.0) {
+    metrics.mfu = 3 * stack_.flops_per_token(length_) * metrics.tokens_per_second / peak_flops_;
+  }
   const TrafficCount& gather = communicator_.traffic(Traffic::kGather);
   const TrafficCount& reduce = communicator_.traffic(Traffic::kReduce);
   metrics.gather_seconds = gather.seconds;

@@ -67,6 +67,8 @@ class Trainer {
 
  private:
   void start(const ResumeOptions& resume);
+  // Floating-point operations per second of all hosts' cores that the ranks' threads can use.
+  double measure_peak();
   bool resume_from(const std::string& path, const ResumeOptions& resume, bool may_skip);
   void refuse_rewind();
   void load_parameters(const std::string& path);
@@ -89,6 +91,7 @@ class Trainer {
   Activity& activity_;
   const std::int64_t length_;  // L
   const std::string numerics_;
+  double peak_flops_ = 0.0;
   std::optional<EnginePlan> plan_;
   std::unique_ptr<Engine> engine_;
   std::unique_ptr<Loader> loader_;  // none on a rank without quanta

@@ -4,6 +4,7 @@
 #include <chrono>
 #include <cstdlib>
 #include <cstring>
+#include <thread>
 
 namespace tessera {
 
@@ -395,6 +396,17 @@ void Communicator::barrier(std::string_view unit) {
   Operation operation(*this, Traffic::kControl, "barrier", unit);
   ++operation.count().calls;
   if (size_ > 1) check(MPI_Barrier(comm_), "barrier", unit, -1);
+}
+
+void Communicator::quiet_barrier(std::string_view unit) {
+  const Operation operation(*this, Traffic::kControl, "barrier", unit);
+  if (size_ == 1) return;
+  MPI_Request request = MPI_REQUEST_NULL;
+  check(MPI_Ibarrier(comm_, &request), "barrier", unit, -1);
+  for (int done = 0; done == 0;) {
+    check(MPI_Test(&request, &done, MPI_STATUS_IGNORE), "barrier", unit, -1);
+    if (done == 0) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
 }
 
 void Communicator::agree(std::string_view unit, ExitCode code, const std::string& error) {

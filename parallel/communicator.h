@@ -141,6 +141,8 @@ class Communicator : public BackgroundWork {
   void broadcast(std::string_view unit, std::span<std::byte> bytes, int root);
   void broadcast(std::string_view unit, std::string& text, int root);
   void barrier(std::string_view unit);
+  // A barrier in which who waits sleeps, and leaves the cores to the others.
+  void quiet_barrier(std::string_view unit);
   // Throws the first rank's error on all ranks, if any rank has one ("": none).
   void agree(std::string_view unit, ExitCode code, const std::string& error);
 

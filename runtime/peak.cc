@@ -67,13 +67,12 @@ HWY_AFTER_NAMESPACE();
 #include <thread>
 #include <vector>
 
+#include "runtime/amx.h"
 #include "runtime/error.h"
 #include "runtime/peak.h"
 
 #ifdef __x86_64__
-#include <cpuid.h>
 #include <immintrin.h>
-#include <sys/syscall.h>
 #endif
 
 namespace tessera {
@@ -184,24 +183,9 @@ __attribute__((target("amx-tile,amx-bf16"))) double tile_bf16_rounds(std::int64_
   return total;
 }
 
-__attribute__((target("xsave"))) std::uint64_t enabled_state() { return _xgetbv(0); }
-
-// The CPU has tiles for bf16, the system saves their state, and gives this process leave to use
-// them (Linux: arch_prctl, Documentation/arch/x86/xstate.rst).
-bool tiles_granted() {
-  unsigned a = 0, b = 0, c = 0, d = 0;
-  if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) return false;
-  const bool has_tiles = (d & (1U << 22)) != 0 && (d & (1U << 24)) != 0;
-  if (!has_tiles || !__get_cpuid(1, &a, &b, &c, &d) || (c & (1U << 27)) == 0) return false;
-  constexpr std::uint64_t kTileState = (1U << 17) | (1U << 18);
-  if ((enabled_state() & kTileState) != kTileState) return false;
-  constexpr long kRequestPermission = 0x1023, kTileData = 18;
-  return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
-}
-
 std::vector<Loop> bf16_loops() {
   std::vector<Loop> loops;
-  if (tiles_granted()) {
+  if (amx_granted()) {
     loops.push_back({tile_bf16_rounds, std::int64_t{2} * 16 * 16 * 32 * kTileChains, kTileChains,
                      32, "bf16 AMX"});
   }

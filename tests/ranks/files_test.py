@@ -51,6 +51,17 @@ print(json.dumps({"shapes": shapes, "meta": meta}))
         assert word not in meta, f"{word} is in the checkpoint's meta"
 
 
+def test_the_share_of_peak_is_a_share():
+    steps = [entry for entry in h.metrics(finished()) if "loss" in entry]
+    flops = plan([])["train_flops_per_token"]
+    for entry in steps:
+        assert 0 < entry["mfu"] < 1, entry
+        # The peak behind it is this machine's: one number, of a plausible size.
+        peak = entry["tokens_per_second"] * flops / entry["mfu"]
+        assert 1e9 < peak < 1e16, peak
+        assert abs(peak / (steps[0]["tokens_per_second"] * flops / steps[0]["mfu"]) - 1) < 1e-6
+
+
 def plan(flags, **options):
     done = h.run([h.TESSERA, "plan", "--config", h.make_config(4), "--json", *flags], **options)
     return json.loads(done.stdout) if done.returncode == 0 else done
