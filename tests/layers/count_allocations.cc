@@ -19,18 +19,42 @@ void* counted(std::size_t bytes, std::size_t alignment, const void* caller) {
                          std::strstr(where.dli_fname, "libdnnl") != nullptr;
     if (!library) ++allocations;
   }
-  void* memory =
-      alignment <= alignof(std::max_align_t)
-          ? std::malloc(bytes)
-          : std::aligned_alloc(alignment, (bytes + alignment - 1) / alignment * alignment);
+  return alignment <= alignof(std::max_align_t)
+             ? std::malloc(bytes)
+             : std::aligned_alloc(alignment, (bytes + alignment - 1) / alignment * alignment);
+}
+
+void* or_throw(void* memory) {
   if (memory == nullptr) throw std::bad_alloc();
   return memory;
 }
 }  // namespace
 
-void* operator new(std::size_t bytes) { return counted(bytes, 1, __builtin_return_address(0)); }
-void* operator new[](std::size_t bytes) { return counted(bytes, 1, __builtin_return_address(0)); }
+// Every form there is: one left out would come from elsewhere (a sanitizer's own) and meet these at
+// its delete.
+void* operator new(std::size_t bytes) {
+  return or_throw(counted(bytes, 1, __builtin_return_address(0)));
+}
+void* operator new[](std::size_t bytes) {
+  return or_throw(counted(bytes, 1, __builtin_return_address(0)));
+}
 void* operator new(std::size_t bytes, std::align_val_t alignment) {
+  return or_throw(counted(bytes, static_cast<std::size_t>(alignment), __builtin_return_address(0)));
+}
+void* operator new[](std::size_t bytes, std::align_val_t alignment) {
+  return or_throw(counted(bytes, static_cast<std::size_t>(alignment), __builtin_return_address(0)));
+}
+void* operator new(std::size_t bytes, const std::nothrow_t&) noexcept {
+  return counted(bytes, 1, __builtin_return_address(0));
+}
+void* operator new[](std::size_t bytes, const std::nothrow_t&) noexcept {
+  return counted(bytes, 1, __builtin_return_address(0));
+}
+void* operator new(std::size_t bytes, std::align_val_t alignment, const std::nothrow_t&) noexcept {
+  return counted(bytes, static_cast<std::size_t>(alignment), __builtin_return_address(0));
+}
+void* operator new[](std::size_t bytes, std::align_val_t alignment,
+                     const std::nothrow_t&) noexcept {
   return counted(bytes, static_cast<std::size_t>(alignment), __builtin_return_address(0));
 }
 void operator delete(void* memory) noexcept { std::free(memory); }
@@ -38,7 +62,17 @@ void operator delete[](void* memory) noexcept { std::free(memory); }
 void operator delete(void* memory, std::size_t) noexcept { std::free(memory); }
 void operator delete[](void* memory, std::size_t) noexcept { std::free(memory); }
 void operator delete(void* memory, std::align_val_t) noexcept { std::free(memory); }
+void operator delete[](void* memory, std::align_val_t) noexcept { std::free(memory); }
 void operator delete(void* memory, std::size_t, std::align_val_t) noexcept { std::free(memory); }
+void operator delete[](void* memory, std::size_t, std::align_val_t) noexcept { std::free(memory); }
+void operator delete(void* memory, const std::nothrow_t&) noexcept { std::free(memory); }
+void operator delete[](void* memory, const std::nothrow_t&) noexcept { std::free(memory); }
+void operator delete(void* memory, std::align_val_t, const std::nothrow_t&) noexcept {
+  std::free(memory);
+}
+void operator delete[](void* memory, std::align_val_t, const std::nothrow_t&) noexcept {
+  std::free(memory);
+}
 
 namespace tessera::testing {
 

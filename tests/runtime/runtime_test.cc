@@ -1,8 +1,11 @@
 #include <gtest/gtest.h>
 
+#include <array>
 #include <atomic>
+#include <chrono>
 #include <cmath>
 #include <set>
+#include <thread>
 
 #include "runtime/device.h"
 #include "runtime/memory.h"
@@ -88,6 +91,65 @@ TEST(Queue, APiecesExceptionReachesTheCaller) {
     std::atomic<int> count{0};
     queue.parallel_for(100, [&](std::int64_t, Worker&) { ++count; });
     EXPECT_EQ(count, 100);
+  }
+}
+
+// Threads look for work for a while, then sleep. The pauses lie on both sides of that while, in
+// turn between two calls, in the caller's piece and in each worker's, so that each waits for the
+// other. What the pieces write isn't atomic: the queue is what makes it visible.
+TEST(Queue, WhoeverFellAsleepIsWoken) {
+  constexpr int kThreads = 3;
+  Queue queue(kThreads);
+  for (int repeat = 0; repeat < 400; ++repeat) {
+    const std::chrono::microseconds pause{repeat * 37 % 1000};
+    const int late = repeat % (kThreads + 1);
+    std::array<int, kThreads> seen{};
+    if (late == kThreads) std::this_thread::sleep_for(pause);
+    queue.parallel_for(kThreads, [&](std::int64_t piece, Worker&) {
+      if (piece == late) std::this_thread::sleep_for(pause);
+      ++seen[static_cast<std::size_t>(piece)];
+    });
+    for (const int count : seen) ASSERT_EQ(count, 1);
+  }
+}
+
+class CountedWork : public BackgroundWork {
+ public:
+  void advance() override {
+    EXPECT_EQ(std::this_thread::get_id(), submitter_);
+    ++calls;
+    if (fails) throw Error(ExitCode::kData, "background");
+  }
+  int calls = 0;
+  bool fails = false;
+
+ private:
+  std::thread::id submitter_ = std::this_thread::get_id();
+};
+
+TEST(Queue, BackgroundWorkIsAdvancedBetweenTheSubmittersPieces) {
+  const auto lasts_an_interval = [](std::int64_t, Worker&) {
+    std::this_thread::sleep_for(Queue::kAdvanceInterval);
+  };
+  for (const int threads : {1, 3}) {
+    Queue queue(threads);
+    CountedWork work;
+    queue.set_background(&work);
+    queue.parallel_for(std::int64_t{20} * threads, lasts_an_interval);
+    EXPECT_EQ(work.calls, 20);  // every piece of the submitter's is an interval long
+
+    work.calls = 0;
+    const auto begin = std::chrono::steady_clock::now();
+    queue.parallel_for(100000, [](std::int64_t, Worker&) {});
+    const auto intervals = (std::chrono::steady_clock::now() - begin) / Queue::kAdvanceInterval;
+    EXPECT_LE(work.calls, intervals + 1);
+
+    work.fails = true;
+    EXPECT_THROW(queue.parallel_for(std::int64_t{2} * threads, lasts_an_interval), Error);
+    work.calls = 0;
+    queue.set_background(nullptr);
+    queue.parallel_for(std::int64_t{2} * threads, lasts_an_interval);
+    EXPECT_EQ(work.calls, 0);
   }
 }
 
