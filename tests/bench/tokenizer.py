@@ -123,9 +123,11 @@ def main():
                     [sys.executable, __file__, "--answer", "--tokenizer", options.tokenizer,
                      file.name], {**taking_turns.MALLOC, **alone}),
             }
-            seconds, answers = taking_turns.in_turn(programs, options.rounds, 1, 1)
-            for program in programs.values():
-                program.end()
+            try:
+                seconds, answers = taking_turns.in_turn(programs, options.rounds, 1, 1)
+            finally:
+                for program in programs.values():
+                    program.end()
         if answers["ours"][1] != answers["peer"][1]:
             sys.exit(f"{name}: {answers['ours'][1]:.0f} ids of ours, {answers['peer'][1]:.0f} of "
                      "the peer's: they don't do the same")

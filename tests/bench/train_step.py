@@ -13,6 +13,7 @@ import os
 import re
 import signal
 import subprocess
+import sys
 
 import taking_turns
 
@@ -87,6 +88,7 @@ def main():
     parser.add_argument("--ours", nargs=argparse.REMAINDER, default=[],
                         help="more options of bench_train_step")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the programs end with this one
 
     shape = SHAPES[options.shape]
     arguments = [word for key, value in shape.items() for word in (f"--{key}", str(value))]
@@ -115,10 +117,12 @@ def main():
                         {**taking_turns.MALLOC, "OMP_NUM_THREADS": "2"})
         if options.llmc and precision == "f32":
             programs["llm.c"] = LlmC(options.llmc)
-        seconds, answers = taking_turns.in_turn(programs, options.rounds, options.steps,
-                                               options.warm_up)
-        for program in programs.values():
-            program.end()
+        try:
+            seconds, answers = taking_turns.in_turn(programs, options.rounds, options.steps,
+                                                    options.warm_up)
+        finally:
+            for program in programs.values():
+                program.end()
         first = seconds[next(iter(programs))]
         print(f"\n{precision}")
         taking_turns.print_table(
