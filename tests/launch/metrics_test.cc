@@ -162,17 +162,17 @@ TEST_F(MetricsTest, AResumeCutsWhatCameAfterItsCheckpoint) {
   EXPECT_EQ(lines().back()["step"], 5);
   // From a checkpoint later than the last line: the lines stay.
   const std::string before = text();
-  MetricsFile(path_, 100);
+  { const MetricsFile opened(path_, 100); }
   EXPECT_EQ(text(), before);
   // A new run over the folder of an old one.
-  MetricsFile(path_, 0);
+  { const MetricsFile opened(path_, 0); }
   EXPECT_EQ(text(), "");
   EXPECT_EQ(std::distance(std::filesystem::directory_iterator(folder_), {}), 1);
 }
 
 TEST_F(MetricsTest, AHalfLineThatIsValidJsonIsStillCut) {
   std::ofstream(path_) << "{\"step\": 0}\n{\"step\": 1}";
-  MetricsFile(path_, 5);
+  { const MetricsFile opened(path_, 5); }
   EXPECT_EQ(text(), "{\"step\": 0}\n");
 }
 
@@ -272,7 +272,7 @@ TEST(Progress, TheAverageIsOfTheLastTwentySteps) {
 }
 
 TEST(Progress, TheLineSaysStepLossRateAndTimeLeft) {
-  Progress progress(2000, 2000 * 8120);
+  Progress progress(2000, std::int64_t{2000} * 8120);
   progress.step_done(8120, 1.0);
   StepMetrics metrics = step(0, 3.14159);
   metrics.mfu = 0.412;
