@@ -60,8 +60,15 @@ int MPI_Irecv(void* data, int count, MPI_Datatype type, int peer, int tag, MPI_C
                               : PMPI_Irecv(data, count, type, peer, tag, communicator, request);
 }
 
+// How often a barrier is asked for depends on the time alone: it doesn't count.
+static MPI_Request* barrier = nullptr;
+int MPI_Ibarrier(MPI_Comm communicator, MPI_Request* request) {
+  barrier = request;
+  return PMPI_Ibarrier(communicator, request);
+}
+
 int MPI_Test(MPI_Request* request, int* done, MPI_Status* status) {
-  const int error = fault(true);
+  const int error = request == barrier ? MPI_SUCCESS : fault(true);
   return error != MPI_SUCCESS ? error : PMPI_Test(request, done, status);
 }
 
