@@ -45,8 +45,8 @@ AdamWStep adamw_step(const OptimConfig& config, double scheduled_rate, const Par
 
 // weights, first, second, gradient: f32 views of equal count that don't overlap, any shape;
 // gradient is read, the others are updated in place. rounded: empty, or bf16 of the same count,
-// which becomes the updated weights rounded to nearest even. With t = count, formulas of Loshchilov and
-// Hutter 2019, algorithm 2:
+// which becomes the updated weights rounded to nearest even. With t = count, formulas of Loshchilov
+// and Hutter 2019, algorithm 2:
 //   g = gradient_scale * gradient
 //   m += (1 - beta1) (g - m)
 //   v += (1 - beta2) (g^2 - v)

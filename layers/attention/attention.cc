@@ -234,8 +234,9 @@ void attention_forward(Queue& queue, const AttentionShape& shape, const View& se
   float* const rooms = tile_room.as<float>();
   queue.parallel_for(
       shape.batch.batch * shape.heads * tiles, [&](std::int64_t piece, Worker& worker) {
-        // Long rows of tiles first: the threads end together.
-        const std::int64_t query_tile = tiles - 1 - piece % tiles;
+        // Long rows of tiles first for one head, last for the next: the threads' shares are alike.
+        const bool falling = piece / tiles % 2 == 0;
+        const std::int64_t query_tile = falling ? tiles - 1 - piece % tiles : piece % tiles;
         const std::int64_t sequence = piece / tiles / shape.heads;
         const std::int64_t head = piece / tiles % shape.heads;
         const std::int64_t shared = sequence * shape.key_value_heads + head / shape.group();
