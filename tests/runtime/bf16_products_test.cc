@@ -144,11 +144,12 @@ TEST_F(BFloat16Products, ARowsBitsDontDependOnTheNumberOfRowsOrThreads) {
 // Infinity and NaN reach the result, from operands and from what it is added to.
 TEST_F(BFloat16Products, WhatIsntFiniteShows) {
   Worker worker(0);
-  std::vector<BFloat16> a(32 * 32, to_bfloat16(1.0F)), b(32 * 32, to_bfloat16(1.0F));
+  constexpr std::size_t kCount = 1024;  // 32 rows of 32
+  std::vector<BFloat16> a(kCount, to_bfloat16(1.0F)), b(kCount, to_bfloat16(1.0F));
   a[5] = to_bfloat16(std::numeric_limits<float>::infinity());
   a[32 + 5] = to_bfloat16(std::numeric_limits<float>::quiet_NaN());
-  std::vector<float> c(32 * 32);
-  c[2 * 32] = std::numeric_limits<float>::quiet_NaN();
+  std::vector<float> c(kCount);
+  c[64] = std::numeric_limits<float>::quiet_NaN();
   product(worker, {a.data(), 32, 32, 32}, Transpose::kNo, {b.data(), 32, 32, 32}, Transpose::kYes,
           {c.data(), 32, 32, 32}, true);
   for (std::size_t j = 0; j < 32; ++j) {
