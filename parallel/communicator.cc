@@ -133,14 +133,17 @@ void Communicator::check(int code, Transfer& transfer, int peer) {
 
 void Communicator::reset_traffic() {
   traffic_ = {};
-  most_in_flight_ = static_cast<std::int64_t>(in_flight_.size());
+  most_in_flight_ = in_flight_count_;
   advance_seconds_ = 0.0;
 }
 
 void Communicator::Transfer::forget() {
   started_ = false;
   if (communicator_ == nullptr) return;
-  std::erase(communicator_->in_flight_, this);
+  Transfer** at = &communicator_->in_flight_;
+  while (*at != this) at = &(*at)->next_;
+  *at = next_;
+  --communicator_->in_flight_count_;
   communicator_ = nullptr;
 }
 
@@ -164,8 +167,9 @@ void Communicator::start(Transfer& transfer) {
   ++count(transfer.traffic_).calls;
   if (size_ == 1) return;
   transfer.communicator_ = this;
-  in_flight_.push_back(&transfer);
-  most_in_flight_ = std::max(most_in_flight_, static_cast<std::int64_t>(in_flight_.size()));
+  transfer.next_ = in_flight_;
+  in_flight_ = &transfer;
+  most_in_flight_ = std::max(most_in_flight_, ++in_flight_count_);
   for (const Message& message : transfer.sends_) {
     if (message.peer != rank_) count(transfer.traffic_).bytes_sent += message.bytes;
   }
@@ -217,8 +221,8 @@ bool Communicator::move_on(Transfer& transfer) {
     if (transfer.next_shift_ == size_) break;
     post_next_peers(transfer);
   }
-  transfer.communicator_ = nullptr;
-  std::erase(in_flight_, &transfer);
+  transfer.forget();
+  transfer.started_ = true;  // until its finish
   return true;
 }
 
@@ -241,10 +245,12 @@ void Communicator::finish(Transfer& transfer) {
 }
 
 void Communicator::advance() {
-  if (in_flight_.empty()) return;
+  if (in_flight_ == nullptr) return;
   const auto start = Activity::Clock::now();
-  // Backwards, since those that complete leave the list.
-  for (std::size_t i = in_flight_.size(); i-- > 0;) move_on(*in_flight_[i]);
+  for (Transfer *transfer = in_flight_, *next; transfer != nullptr; transfer = next) {
+    next = transfer->next_;  // those that complete leave the list
+    move_on(*transfer);
+  }
   advance_seconds_ += seconds_since(start);
 }
 

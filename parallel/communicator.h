@@ -98,6 +98,7 @@ class Communicator : public BackgroundWork {
     void forget();
 
     Communicator* communicator_ = nullptr;  // while in flight
+    Transfer* next_ = nullptr;              // in its list of those in flight
     bool started_ = false;
     Traffic traffic_ = Traffic::kControl;
     const char* operation_ = "";
@@ -180,7 +181,10 @@ class Communicator : public BackgroundWork {
   std::int64_t most_in_flight_ = 0;
   double advance_seconds_ = 0.0;
   std::int64_t transfers_ = 0;  // ever started: the same number on all ranks
-  std::vector<Transfer*> in_flight_;
+  // A list through the transfers themselves: how many are in flight at once is a matter of time,
+  // and no step may allocate.
+  Transfer* in_flight_ = nullptr;
+  std::int64_t in_flight_count_ = 0;
   Transfer blocking_;  // of the calls in one part
 };
 
