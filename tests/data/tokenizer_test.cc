@@ -1058,9 +1058,9 @@ TEST_F(SmallTokenizer, ThreadsGiveTheSameIds) {
   const auto whole = open_tokenizer(path_);
   const auto cut = open_tokenizer(path_, {270});
   RandomText random(23);
-  std::vector<std::string> texts;
-  for (int i = 0; i < 300; ++i) texts.push_back(random.text(1 + random.below(200)));
-  texts.push_back(std::string(50000, 'a'));
+  std::vector<std::string> texts(300);
+  for (std::string& text : texts) text = random.text(1 + random.below(200));
+  texts.emplace_back(50000, 'a');
   std::vector<Ids> want;
   for (const std::string& text : texts) {
     want.push_back(encode(*whole, text));
@@ -1068,6 +1068,7 @@ TEST_F(SmallTokenizer, ThreadsGiveTheSameIds) {
   }
   std::vector<std::vector<Ids>> got(8);
   std::vector<std::thread> threads;
+  threads.reserve(got.size());
   for (std::vector<Ids>& mine : got) {
     threads.emplace_back([&] {
       for (const std::string& text : texts) {
