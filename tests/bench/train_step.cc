@@ -24,6 +24,7 @@ struct Options {
   std::int64_t micro_batch = 0;
   int threads = 2;
   bool bf16 = false, recompute = false, per_step = false, local = false;
+  bool fast = false, no_prefetch = false;
 };
 
 ModelConfig model_of(const Options& options) {
@@ -52,6 +53,9 @@ EngineOptions engine_options(const Options& options, const Communicator& communi
   engine.quantum = {micro_batch, options.length, options.threads};
   engine.quanta = options.batch / micro_batch;
   engine.accumulate = options.local ? Accumulate::kLocal : Accumulate::kSharded;
+  engine.order = options.fast ? SumOrder::kPlain : SumOrder::kTree;
+  if (options.fast) engine.accumulate = Accumulate::kLocal;
+  engine.prefetch = !options.no_prefetch;
   engine.gather_per_step = options.per_step;
   engine.recompute = options.recompute;
   return engine;
@@ -126,14 +130,20 @@ std::int64_t next_order(const Communicator& communicator) {
 }
 
 void print_table(Run& run, const Options& options, Communicator& communicator, std::int64_t steps) {
+  const Precision precision = options.bf16 ? Precision::kBF16 : Precision::kF32;
+  // The other ranks sleep, so that rank 0 has all cores.
+  double peak_of_all = 0.0;
+  if (communicator.rank() == 0) {
+    peak_of_all = measure_peak_flops(precision, options.threads * communicator.size());
+  }
+  communicator.quiet_barrier("peak");
   run.steps(2);
   std::vector<double> seconds;
   for (std::int64_t i = 0; i < steps; ++i) seconds.push_back(run.steps(1));
   const double bytes = run.peak_bytes();
   if (communicator.rank() != 0) return;
   const double step = median(seconds);
-  const Precision precision = options.bf16 ? Precision::kBF16 : Precision::kF32;
-  const double peak = measure_peak_flops(precision, options.threads * communicator.size());
+  const double peak = peak_of_all;
   const auto tokens = static_cast<double>(options.batch * options.length);
   const double operations = 3 * run.stack().flops_per_token(options.length) * tokens;
   print_machine(options.threads);
@@ -172,6 +182,8 @@ int main(int argc, char** argv) {
   app.add_flag("--recompute", options.recompute);
   app.add_flag("--gather-per-step", options.per_step);
   app.add_flag("--accumulate-locally", options.local);
+  app.add_flag("--fast", options.fast, "parallel.reduction: FAST");
+  app.add_flag("--no-prefetch", options.no_prefetch);
   app.add_option("--steps", steps, "measured, after two of warm-up");
   CLI11_PARSE(app, argc, argv);
   options.bf16 = precision == "bf16";
