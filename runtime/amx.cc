@@ -30,11 +30,10 @@ std::int64_t rounded_up(std::int64_t value, std::int64_t to) { return (value + t
 
 }  // namespace
 
-std::int64_t amx_room(std::int64_t rows, std::int64_t inner) {
+std::int64_t amx_room(std::int64_t rows, std::int64_t columns) {
   const std::int64_t groups = rounded_up(rows, kGroup);
-  // b's sliver, the result's, a's last terms; a step of a, or else its last group.
-  return kDepth * kSliver * 2 + groups * kSliver * 4 + groups * kLine +
-         std::max(groups * kDepth, kGroup * rounded_up(inner, kChunk)) * 2;
+  // b's sliver, a's step, the result.
+  return kDepth * kSliver * 2 + groups * kDepth * 2 + groups * rounded_up(columns, kSliver) * 4;
 }
 
 #if defined(__x86_64__)
@@ -141,28 +140,18 @@ TESSERA_AMX void pack_transposed(const BFloat16* from, std::int64_t stride, std:
   }
 }
 
-// Rows of a chunk or less, the rest zero.
+// a's own rows to [rows in whole groups, kDepth], what is missing zero.
 TESSERA_AMX void pack_rows(const BFloat16* from, std::int64_t stride, std::int64_t rows,
-                           std::int64_t depth, std::byte* to, std::int64_t row_bytes) {
+                           std::int64_t depth, std::byte* to) {
   for (std::int64_t r = 0; r < rounded_up(rows, kGroup); ++r) {
     for (std::int64_t k = 0; k < depth; k += kChunk) {
       const __m512i value =
           r < rows ? _mm512_maskz_loadu_epi16(first_lanes(depth - k), from + r * stride + k)
                    : _mm512_setzero_si512();
-      _mm512_store_si512(to + r * row_bytes + k * 2, value);
+      _mm512_store_si512(to + (r * kDepth + k) * 2, value);
     }
   }
 }
-
-// Where a step's terms of a lie for one group of rows: whole chunks, then at most one that is
-// filled up with zeros.
-struct Group {
-  const std::byte* data;
-  std::int64_t row_bytes;
-  std::int64_t chunks;    // whole ones, the same for all groups of a step
-  const std::byte* tail;  // null: none
-  std::int64_t tail_row_bytes;
-};
 
 // A result [16 or 32, 32] f32 in place.
 struct Target {
@@ -173,27 +162,12 @@ struct Target {
 // The tile intrinsics don't tell the compiler that they read memory.
 inline void memory_is_read() { asm volatile("" : : : "memory"); }
 
-// Registers 0 to 3 hold the result, 4 and 5 a's groups, 6 and 7 b's halves.
+// c [16 or 32 (kTwo), 32] = a b, or added, over `chunks` chunks of packed operands. Registers 0 to
+// 3 hold the result, 4 and 5 a's groups, 6 and 7 b's halves. next: a result to be fetched ahead.
 template <bool kTwo>
-TESSERA_AMX inline void amx_terms(const Group (&a)[2], const std::byte* b, std::int64_t chunk) {
-  const bool tail = chunk == a[0].chunks;
-  _tile_loadd(6, b, 2 * kLine);
-  _tile_loadd(7, b + kLine, 2 * kLine);
-  _tile_loadd(4, tail ? a[0].tail : a[0].data + chunk * kLine,
-              tail ? a[0].tail_row_bytes : a[0].row_bytes);
-  _tile_dpbf16ps(0, 4, 6);
-  _tile_dpbf16ps(1, 4, 7);
-  if constexpr (kTwo) {
-    _tile_loadd(5, tail ? a[1].tail : a[1].data + chunk * kLine,
-                tail ? a[1].tail_row_bytes : a[1].row_bytes);
-    _tile_dpbf16ps(2, 5, 6);
-    _tile_dpbf16ps(3, 5, 7);
-  }
-}
-
-template <bool kTwo>
-TESSERA_AMX void amx_groups(const Group (&a)[2], const std::byte* b, Target c, bool add,
-                            const float* next) {
+TESSERA_AMX void multiply(const std::byte* a, const std::byte* b, std::int64_t chunks, Target c,
+                          bool add, const float* next) {
+  constexpr std::int64_t kRow = kDepth * 2;
   const std::int64_t stride = c.stride * 4;
   float* const below = c.data + kGroup * c.stride;
   memory_is_read();
@@ -218,9 +192,19 @@ TESSERA_AMX void amx_groups(const Group (&a)[2], const std::byte* b, Target c, b
       _tile_zero(3);
     }
   }
-  const std::int64_t chunks = a[0].chunks + (a[0].tail != nullptr ? 1 : 0);
   for (std::int64_t chunk = 0; chunk < chunks; ++chunk) {
-    amx_terms<kTwo>(a, b + chunk * kChunk * kLine, chunk);
+    _tile_loadd(6, b, 2 * kLine);
+    _tile_loadd(7, b + kLine, 2 * kLine);
+    _tile_loadd(4, a, kRow);
+    _tile_dpbf16ps(0, 4, 6);
+    _tile_dpbf16ps(1, 4, 7);
+    if constexpr (kTwo) {
+      _tile_loadd(5, a + kGroup * kRow, kRow);
+      _tile_dpbf16ps(2, 5, 6);
+      _tile_dpbf16ps(3, 5, 7);
+    }
+    a += kLine;
+    b += kChunk * kLine;
   }
   _tile_stored(0, c.data, stride);
   _tile_stored(1, c.data + 16, stride);
@@ -296,95 +280,51 @@ bool amx_granted() {
 void amx_product(std::int64_t rows, std::int64_t columns, std::int64_t inner, AmxOperand a,
                  AmxOperand b, AmxResult c, bool accumulate, std::byte* room) {
   const bool in_f32 = c.dtype == DType::kF32;
-  const bool across = a.column_stride != 1;
-  TESSERA_CHECK(in_f32 || !(accumulate || across));
-  // Rows that begin anywhere but at a line cost two loads a line, so they are packed too, if the
-  // result can hold the sums between the steps.
-  const bool stepwise = across || (in_f32 && a.row_stride % kChunk != 0);
-  const std::int64_t whole_rows = rows / kGroup * kGroup;
+  TESSERA_CHECK(in_f32 || !accumulate);
   const std::int64_t groups = rounded_up(rows, kGroup);
-  const std::int64_t depth_bytes = rounded_up(inner, kChunk) * 2;
-  const std::int64_t tail_terms = inner % kChunk;
-
   std::byte* const b_room = room;
-  auto* const c_room = reinterpret_cast<float*>(b_room + kDepth * kSliver * 2);
-  std::byte* const tail_room = reinterpret_cast<std::byte*>(c_room + groups * kSliver);
-  std::byte* const a_room = tail_room + groups * kLine;
-  if (!stepwise && tail_terms != 0) {
-    pack_rows(a.data + inner - tail_terms, a.row_stride, rows, tail_terms, tail_room, kLine);
-  }
-  if (!stepwise && whole_rows < rows) {
-    pack_rows(a.data + whole_rows * a.row_stride, a.row_stride, rows - whole_rows, inner, a_room,
-              depth_bytes);
-  }
-
-  const auto group = [&](std::int64_t row, std::int64_t first, std::int64_t depth) {
-    const bool in_place = !stepwise && row < whole_rows;
-    const std::int64_t packed_row = stepwise ? row : row - whole_rows;
-    const std::int64_t row_bytes = in_place   ? a.row_stride * 2
-                                   : stepwise ? kDepth * 2
-                                              : depth_bytes;
-    const std::byte* const data =
-        in_place ? reinterpret_cast<const std::byte*>(a.data + row * a.row_stride + first)
-                 : a_room + packed_row * row_bytes + (stepwise ? 0 : first * 2);
-    const std::int64_t chunks = depth / kChunk;
-    const bool tail = depth % kChunk != 0;
-    if (!tail) return Group{data, row_bytes, chunks, nullptr, 0};
-    return in_place ? Group{data, row_bytes, chunks, tail_room + row * kLine, kLine}
-                    : Group{data, row_bytes, chunks, data + chunks * kLine, row_bytes};
-  };
-  // One sliver of columns, one step of terms, all rows.
-  const auto compute = [&](std::int64_t column, std::int64_t first, std::int64_t depth) {
-    const std::int64_t width = std::min(kSliver, columns - column);
-    const BFloat16* const from = b.data + first * b.row_stride + column * b.column_stride;
-    if (b.column_stride == 1) {
-      pack_along(from, b.row_stride, width, depth, b_room);
-    } else {
-      pack_across(from, b.column_stride, width, depth, b_room);
-    }
-    const bool direct = in_f32 && width == kSliver && whole_rows == rows;
-    const bool add = accumulate || first > 0;
-    // The room keeps a sliver's sums from step to step, but when the steps are the outer loop.
-    const bool fetch = !direct && add && (stepwise || first == 0);
-    const bool put = !direct && (stepwise || first + depth == inner);
-    Target target = {c_room, kSliver};
-    if (direct) target = {reinterpret_cast<float*>(c.data) + column, c.stride};
-    for (std::int64_t row = 0; row < rows; row += 2 * kGroup) {
-      const bool two = row + kGroup < rows;
-      const std::int64_t height = std::min(2 * kGroup, rows - row);
-      const Group both[2] = {group(row, first, depth),
-                             two ? group(row + kGroup, first, depth) : Group{}};
-      const Target here = {target.data + row * target.stride, target.stride};
-      const AmxResult place = {c.data + row * c.stride * size_of(c.dtype), c.stride, c.dtype};
-      if (fetch) copy_in(place, column, height, width, here.data);
-      if (two) {
-        const bool more = row + 4 * kGroup <= rows;
-        amx_groups<true>(both, b_room, here, add,
-                         more ? here.data + 2 * kGroup * here.stride : nullptr);
-      } else {
-        amx_groups<false>(both, b_room, here, add, nullptr);
-      }
-      if (put) copy_out(here.data, column, height, width, place);
-    }
-  };
+  std::byte* const a_room = b_room + kDepth * kSliver * 2;
+  auto* const c_room = reinterpret_cast<float*>(a_room + groups * kDepth * 2);
 
   configure_tiles();
-  if (stepwise) {
-    for (std::int64_t first = 0; first < inner; first += kDepth) {
-      const std::int64_t depth = std::min(kDepth, inner - first);
-      if (across) {
-        pack_transposed(a.data + first * a.column_stride, a.column_stride, rows, depth, a_room);
-      } else {
-        pack_rows(a.data + first, a.row_stride, rows, depth, a_room, kDepth * 2);
-      }
-      for (std::int64_t column = 0; column < columns; column += kSliver) {
-        compute(column, first, depth);
-      }
+  for (std::int64_t first = 0; first < inner; first += kDepth) {
+    const std::int64_t depth = std::min(kDepth, inner - first);
+    const std::int64_t chunks = rounded_up(depth, kChunk) / kChunk;
+    // Packed, for rows that lie a power of two apart would throw one another out of the cache.
+    if (a.column_stride == 1) {
+      pack_rows(a.data + first, a.row_stride, rows, depth, a_room);
+    } else {
+      pack_transposed(a.data + first * a.column_stride, a.column_stride, rows, depth, a_room);
     }
-  } else {
     for (std::int64_t column = 0; column < columns; column += kSliver) {
-      for (std::int64_t first = 0; first < inner; first += kDepth) {
-        compute(column, first, std::min(kDepth, inner - first));
+      const std::int64_t width = std::min(kSliver, columns - column);
+      const BFloat16* const from = b.data + first * b.row_stride + column * b.column_stride;
+      if (b.column_stride == 1) {
+        pack_along(from, b.row_stride, width, depth, b_room);
+      } else {
+        pack_across(from, b.column_stride, width, depth, b_room);
+      }
+      // Whole tiles of f32 are summed in their place, others in the room until the last step.
+      const bool direct = in_f32 && width == kSliver && groups == rows;
+      const bool fetch = !direct && accumulate && first == 0;
+      const bool put = !direct && first + depth == inner;
+      Target target = {c_room + column * groups, kSliver};
+      if (direct) target = {reinterpret_cast<float*>(c.data) + column, c.stride};
+      for (std::int64_t row = 0; row < rows; row += 2 * kGroup) {
+        const std::int64_t height = std::min(2 * kGroup, rows - row);
+        const Target here = {target.data + row * target.stride, target.stride};
+        const AmxResult place = {c.data + row * c.stride * size_of(c.dtype), c.stride, c.dtype};
+        if (fetch) copy_in(place, column, height, width, here.data);
+        const std::byte* const terms = a_room + row * kDepth * 2;
+        const bool add = accumulate || first > 0;
+        if (height > kGroup) {
+          const bool more = row + 4 * kGroup <= rows;
+          multiply<true>(terms, b_room, chunks, here, add,
+                         more ? here.data + 2 * kGroup * here.stride : nullptr);
+        } else {
+          multiply<false>(terms, b_room, chunks, here, add, nullptr);
+        }
+        if (put) copy_out(here.data, column, height, width, place);
       }
     }
   }

@@ -26,12 +26,11 @@ struct AmxResult {
   DType dtype;
 };
 
-// c = a [rows, inner] b [inner, columns], or (f32) added when `accumulate`; a may be transposed
-// (row_stride 1) when c is f32. An element's bits depend on its row of a, its column of b and what
-// was in c alone: not on rows, columns or where it lies. room: amx_room(rows, inner) bytes at a
-// multiple of 64.
+// c = a [rows, inner] b [inner, columns], or (f32) added when `accumulate`. An element's bits
+// depend on its row of a, its column of b and what was in c alone: not on rows, columns or where it
+// lies. room: amx_room(rows, columns) bytes at a multiple of 64.
 void amx_product(std::int64_t rows, std::int64_t columns, std::int64_t inner, AmxOperand a,
                  AmxOperand b, AmxResult c, bool accumulate, std::byte* room);
-std::int64_t amx_room(std::int64_t rows, std::int64_t inner);
+std::int64_t amx_room(std::int64_t rows, std::int64_t columns);
 
 }  // namespace tessera

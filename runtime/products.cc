@@ -227,13 +227,13 @@ void product(Worker& worker, Matrix a, Transpose transpose_a, Matrix b, Transpos
     if (!accumulate) clear_rows(c, 0);
     return;
   }
-  if (on_tiles(a.dtype) && (c.dtype == DType::kF32 || !ta)) {
+  if (on_tiles(a.dtype)) {
     const auto operand = [](const Matrix& of, bool transpose) {
       return AmxOperand{reinterpret_cast<const BFloat16*>(of.data), transpose ? 1 : of.stride,
                         transpose ? of.stride : 1};
     };
     amx_product(m, n, k, operand(a, ta), operand(b, tb), {c.data, c.stride, c.dtype}, accumulate,
-                worker.products().scratch(0, amx_room(m, k)));
+                worker.products().scratch(0, amx_room(m, n)));
     return;
   }
   worker.products()
