@@ -53,7 +53,7 @@ TEST(Peak, IsARate) {
   for (const Precision precision : {Precision::kF32, Precision::kBF16}) {
     const double rate = measure_peak_flops(precision, 1);
     EXPECT_TRUE(std::isfinite(rate));
-    EXPECT_GT(rate, 1e9) << peak_instructions(precision);
+    EXPECT_GT(rate, 1e7) << peak_instructions(precision);
     EXPECT_LT(rate, 1e14) << peak_instructions(precision);
   }
   EXPECT_TRUE(peak_instructions(Precision::kF32).starts_with("f32 "));
@@ -79,9 +79,9 @@ TEST_F(PeakCache, AnotherVersionOrPrecisionIsMeasured) {
   peak();
   const std::string path = files()[0];
   write(path, with_rate(read(path), "1234.5"));
-  EXPECT_GT(peak("1.2.4"), 1e9);
+  EXPECT_GT(peak("1.2.4"), 1e7);
   if (peak_instructions(Precision::kBF16) != peak_instructions(Precision::kF32)) {
-    EXPECT_GT(peak_flops(Precision::kBF16, 1, "1.2.3", folder_), 1e9);
+    EXPECT_GT(peak_flops(Precision::kBF16, 1, "1.2.3", folder_), 1e7);
   }
   EXPECT_EQ(peak(), 1234.5);
 }
@@ -105,7 +105,7 @@ TEST_F(PeakCache, AGarbledFileIsMeasuredAnewAndReplaced) {
   for (const std::string& text : garbled) {
     write(path, text);
     const double rate = peak();
-    EXPECT_GT(rate, 1e9) << text;
+    EXPECT_GT(rate, 1e7) << text;
     EXPECT_TRUE(std::isfinite(rate)) << text;
     EXPECT_EQ(peak(), rate) << text;
     EXPECT_EQ(files().size(), 1U);
@@ -113,18 +113,18 @@ TEST_F(PeakCache, AGarbledFileIsMeasuredAnewAndReplaced) {
 }
 
 TEST_F(PeakCache, NoFolderIsNoObstacle) {
-  EXPECT_GT(peak_flops(Precision::kF32, 1, "1", ""), 1e9);
+  EXPECT_GT(peak_flops(Precision::kF32, 1, "1", ""), 1e7);
   // A file stands where the folder should be.
   std::filesystem::create_directories(root_ + "/cache");
   write(folder_, "");
-  EXPECT_GT(peak(), 1e9);
+  EXPECT_GT(peak(), 1e7);
   // A folder stands where the file should be.
   std::filesystem::remove(folder_);
   peak();
   const std::string path = files()[0];
   std::filesystem::remove(path);
   std::filesystem::create_directories(path + "/inner");
-  EXPECT_GT(peak(), 1e9);
+  EXPECT_GT(peak(), 1e7);
   EXPECT_EQ(files().size(), 1U);  // nothing half-written is left beside it
 }
 
