@@ -199,17 +199,22 @@ Engine::Engine(const Stack& stack, const EnginePlan& plan, Device& device,
                      : arena_.view(plan.gathered_[EnginePlan::turn(u, plan.gathered_.size())],
                                    plan.compute(), {layout.count()});
     unit.parameters = layout.views(unit.whole);
-    unit.gradient = arena_.view(plan.gradients_[EnginePlan::turn(u, plan.gradients_.size())],
-                                DType::kF32, {layout.count()});
-    unit.gradients = layout.views(unit.gradient);
+    const auto add_gradient = [&](const View& whole) {
+      unit.gradients.push_back({whole, layout.views(whole)});
+    };
+    add_gradient(arena_.view(plan.gradients_[EnginePlan::turn(u, plan.gradients_.size())],
+                             DType::kF32, {layout.count()}));
     unit.saved = Layout(saved_of(stack, plan.units()[u], shape)).views(arena_.at(plan.saved_[u]));
     unit.scratch =
         Layout(scratch_of(stack, plan.units()[u], shape)).views(arena_.at(plan.scratch_));
     const BufferSpec workspace = CanonicalSum::workspace(layout, plan.share(), options.rank);
+    const std::vector<View> sums = Layout(CanonicalSum::buffers(layout, plan.share(), options.rank))
+                                       .views(arena_.at(bookings.sum));
+    for (const View& buffer : sums) {
+      if (buffer.count() == layout.count()) add_gradient(buffer);
+    }
     unit.sum = std::make_unique<CanonicalSum>(
-        layout, plan.share(), communicator, device.queue(),
-        Layout(CanonicalSum::buffers(layout, plan.share(), options.rank))
-            .views(arena_.at(bookings.sum)),
+        layout, plan.share(), communicator, device.queue(), sums,
         arena_.view(plan.workspaces_[EnginePlan::turn(u, plan.workspaces_.size())], workspace.dtype,
                     workspace.shape));
     unit.pieces = layout.pieces(slice);
@@ -300,9 +305,8 @@ double Engine::head(const Batch* batch, double scale) {
   activity_.set("loss", plan_.units()[u].name);
   double loss = 0.0;
   if (batch != nullptr) {
-    clear_padding(u);
     loss = stack_.head().loss_and_gradient(device_.queue(), *batch, x_.back(), scale, d_x_,
-                                           units_[u].parameters, units_[u].gradients,
+                                           units_[u].parameters, gradient_for(u).parameters,
                                            units_[u].scratch);
   }
   push(u, batch != nullptr);
@@ -320,28 +324,36 @@ void Engine::backward(const Batch* batch, bool last_round) {
     if (batch != nullptr) {
       // The output isn't needed again: it goes where the next block's input was.
       if (plan_.options().recompute) block.forward(queue, *batch, x_[l], x_[l + 1], memory(u));
-      clear_padding(u);
-      block.backward(queue, *batch, x_[l], d_x_, units_[u].gradients, memory(u));
+      block.backward(queue, *batch, x_[l], d_x_, gradient_for(u).parameters, memory(u));
     }
     push(u, batch != nullptr);
   }
   take_turn(0);
   activity_.set("backward", plan_.units()[0].name);
   if (batch != nullptr) {
-    clear_padding(0);
-    stack_.embedding().backward(queue, *batch, d_x_, units_[0].gradients, units_[0].scratch);
+    stack_.embedding().backward(queue, *batch, d_x_, gradient_for(0).parameters, units_[0].scratch);
   }
   push(0, batch != nullptr);
 }
 
-void Engine::clear_padding(std::size_t u) {
+// Where the unit's gradient is to be made: where its sum would copy it, or else in the buffer that
+// units take turns at. Padding is zero.
+const Engine::Gradient& Engine::gradient_for(std::size_t u) {
+  Unit& unit = units_[u];
+  const View place = unit.sum->place();
+  unit.made = 0;
+  for (std::size_t i = 1; i < unit.gradients.size(); ++i) {
+    if (unit.gradients[i].whole.raw() == place.raw()) unit.made = i;
+  }
+  TESSERA_CHECK(place.empty() || unit.made > 0);
   const UnitLayout& layout = plan_.layouts()[u];
-  auto* gradient = units_[u].gradient.as<float>();
+  auto* gradient = unit.gradients[unit.made].whole.as<float>();
   for (std::size_t i = 0; i < layout.size(); ++i) {
     const std::int64_t begin = layout.offset(i) + layout.parameter(i).shape.count();
     const std::int64_t end = i + 1 < layout.size() ? layout.offset(i + 1) : layout.count();
     std::fill(gradient + begin, gradient + end, 0.0F);
   }
+  return unit.gradients[unit.made];
 }
 
 // Before the unit's gradient is made: its buffers were used last by the unit two further up, or, at
@@ -351,7 +363,7 @@ void Engine::take_turn(std::size_t u) {
 }
 
 void Engine::push(std::size_t u, bool has_gradient) {
-  const View gradient = has_gradient ? units_[u].gradient : View();
+  const View gradient = has_gradient ? units_[u].gradients[units_[u].made].whole : View();
   if (plan_.overlaps()) {
     units_[u].sum->start(gradient);
   } else {

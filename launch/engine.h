@@ -122,13 +122,18 @@ class Engine {
   void weights_changed();
 
  private:
+  struct Gradient {
+    View whole;                    // of a unit, f32
+    std::vector<View> parameters;  // views of `whole`
+  };
   struct Unit {
     View weights, first, second;   // this rank's slice, f32
     View rounded;                  // this rank's slice in the compute type
     View whole;                    // gathered, in the compute type
     std::vector<View> parameters;  // views of `whole`
-    std::vector<View> gradients;   // views of the gradient buffer
-    View gradient;                 // the whole unit in the gradient buffer
+    // Where the gradient can be made: the buffer that units take turns at, then the sum's own.
+    std::vector<Gradient> gradients;
+    std::size_t made = 0;  // which of them holds the present one
     std::vector<View> saved, scratch;
     std::unique_ptr<CanonicalSum> sum;
     std::vector<Piece> pieces;         // of this rank's slice
@@ -150,7 +155,7 @@ class Engine {
   void forward(const Batch* batch);
   double head(const Batch* batch, double scale);
   void backward(const Batch* batch, bool last_round);
-  void clear_padding(std::size_t unit);
+  const Gradient& gradient_for(std::size_t unit);
   void take_turn(std::size_t unit);
   void push(std::size_t unit, bool has_gradient);
   LayerMemory memory(std::size_t unit) const;

@@ -153,12 +153,22 @@ TreeAccumulator::TreeAccumulator(Queue& queue, std::vector<View> buffers, SumOrd
   for (const View& buffer : buffers_) TESSERA_CHECK(buffer.count() % kGranule == 0);
 }
 
+View TreeAccumulator::place(const TreeNode& node) const {
+  if (merges(nodes_, node, order_) > 0) return {};
+  TESSERA_CHECK(nodes_.size() < buffers_.size());
+  return buffers_[nodes_.size()];
+}
+
 void TreeAccumulator::push(const TreeNode& node, const View& values) {
   const std::size_t count = merges(nodes_, node, order_);
   const std::size_t target = count == 0 ? nodes_.size() : nodes_.size() - count;
   TESSERA_CHECK(target < buffers_.size() && values.count() == buffers_[target].count());
   const std::int64_t elements = values.count();
   const float* source = values.as<float>();
+  if (source == buffers_[target].as<float>()) {
+    push_node(nodes_, node, order_);
+    return;
+  }
   queue_.parallel_for((elements + kPiece - 1) / kPiece, [&](std::int64_t piece, Worker&) {
     const std::int64_t begin = piece * kPiece;
     const std::int64_t length = std::min(kPiece, elements - begin);
@@ -236,6 +246,17 @@ CanonicalSum::CanonicalSum(const UnitLayout& layout, const QuantumShare& share,
       nodes_[static_cast<std::size_t>(rank)] = local_nodes(share, rank);
     }
   }
+}
+
+View CanonicalSum::place() {
+  const std::int64_t quantum = share_.quantum(round_, communicator_.rank());
+  if (quantum == QuantumShare::kNone) return {};
+  if (round_ == 0) {
+    local_.clear();
+    sharded_.clear();
+  }
+  if (share_.policy() == Accumulate::kLocal) return local_.place({quantum, 0});
+  return communicator_.size() == 1 ? sharded_.place({quantum, 0}) : View();
 }
 
 // Makes this round's messages: every rank's partial sums (kSharded: its quantum's gradient; kLocal:

@@ -70,7 +70,10 @@ class TreeAccumulator {
                                      SumOrder order = SumOrder::kTree);
 
   TreeAccumulator(Queue& queue, std::vector<View> buffers, SumOrder order = SumOrder::kTree);
-  // `values` is read only and may be reused after the call.
+  // Where a node's values may be made, so that its push, which comes next, needn't copy them; empty
+  // when they are added to others at once.
+  View place(const TreeNode& node) const;
+  // `values` is read only and may be reused after the call, unless it is the node's place.
   void push(const TreeNode& node, const View& values);
   // The partial sums in order of their quanta, valid until the next push.
   std::span<const View> nodes() const { return {buffers_.data(), nodes_.size()}; }
@@ -101,6 +104,10 @@ class CanonicalSum {
   // Layout, communicator and queue outlive this.
   CanonicalSum(const UnitLayout& layout, const QuantumShare& share, Communicator& communicator,
                Queue& queue, const std::vector<View>& buffers, View workspace);
+
+  // Where the gradient that is pushed next may be made, to save a copy of it; empty: in the
+  // caller's own memory. One of the buffers.
+  View place();
 
   // The gradient [layout.count()] f32 of this rank's quantum of the next round, padding zero; or an
   // empty View when the share gives this rank none. Read only; free for reuse on return. Collective

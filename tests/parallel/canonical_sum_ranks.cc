@@ -114,15 +114,22 @@ TEST_P(Policies, SumIsTheFormulaBitForBit) {
     const Grant grant(CanonicalSum::buffers(layout, share, self));
     const Grant workspace(CanonicalSum::workspace(layout, share, self));
     CanonicalSum sum(layout, share, communicator, queue, grant.views(), workspace.views()[0]);
-    // The second and third on what the one before has left; the third in two parts.
-    for (int step = 0; step < 3; ++step) {
+    // The later ones on what the one before has left; the third in two parts, the fourth with
+    // gradients made where the sum would copy them.
+    std::int64_t in_place = 0;
+    for (int step = 0; step < 4; ++step) {
       communicator.reset_traffic();
       for (std::int64_t round = 0; round < share.rounds(); ++round) {
         const std::int64_t q = share.quantum(round, self);
         std::vector<float> gradient;
         if (q != QuantumShare::kNone) gradient = gradients[static_cast<std::size_t>(q)];
         const View view = gradient.empty() ? View() : View(gradient.data(), Shape{layout.count()});
-        if (step < 2) {
+        const View place = step == 3 && !view.empty() ? sum.place() : View();
+        if (!place.empty()) {
+          ++in_place;
+          std::memcpy(place.raw(), view.raw(), static_cast<std::size_t>(view.bytes()));
+          sum.push(place);
+        } else if (step != 2) {
           sum.push(view);
         } else {
           sum.start(view);
@@ -140,6 +147,8 @@ TEST_P(Policies, SumIsTheFormulaBitForBit) {
     }
     EXPECT_TRUE(grant.intact());
     EXPECT_TRUE(workspace.intact());
+    const bool keeps_whole_units = communicator.size() == 1 || share.policy() == Accumulate::kLocal;
+    EXPECT_EQ(in_place > 0, keeps_whole_units && share.count(self) > 0);
     // Ranks really exchanged: all of a gradient but the own slice, for each node that was sent.
     const std::int64_t away = (layout.count() - slice.count()) * 4;
     std::int64_t sent = share.count(self);
