@@ -175,7 +175,7 @@ bool has_products(DType dtype) {
 std::string products_library() {
   const dnnl_version_t* version = dnnl_version();
   return "oneDNN " + std::to_string(version->major) + "." + std::to_string(version->minor) + "." +
-         std::to_string(version->patch);
+         std::to_string(version->patch) + (amx_granted() ? ", bf16 on AMX tiles" : "");
 }
 
 Matrix matrix(const View& view) {

@@ -56,7 +56,7 @@ void product_of_rows(Worker& worker, std::int64_t tile_rows, Matrix a, Matrix b,
 // Whether this CPU has products of this type of operand (bf16 needs AVX-512).
 bool has_products(DType dtype);
 
-// The library and its version, as the log states it: bits depend on it.
+// The library, its version and what bf16 goes over, as the log states it: bits depend on it.
 std::string products_library();
 
 // The three products of a linear layer, on all threads of the queue.
