@@ -8,6 +8,7 @@
 #include <cstdio>
 #include <filesystem>
 #include <set>
+#include <sstream>
 
 #include "launch/signals.h"
 #include "launch/together.h"
@@ -113,13 +114,26 @@ double Trainer::measure_peak() {
   const std::vector<std::string>& hosts = communicator_.hosts();
   const bool first = std::find(hosts.begin(), hosts.end(), communicator_.host()) ==
                      hosts.begin() + communicator_.rank();
+  // A rank may be bound to some cores: this host's are all of its ranks'.
+  std::string mine;
+  for (const int core : usable_cores()) mine += std::to_string(core) + " ";
+  const std::vector<std::string> cores = communicator_.all_gather_strings("cores", mine);
   std::int64_t flops = 0;
   if (first) {
-    const auto ranks = std::count(hosts.begin(), hosts.end(), communicator_.host());
+    std::int64_t threads = 0;
+    std::set<int> of_host;
+    for (std::size_t rank = 0; rank < hosts.size(); ++rank) {
+      if (hosts[rank] != communicator_.host()) continue;
+      threads += config_.execution().threads();
+      std::istringstream list(cores[rank]);
+      for (int core = 0; list >> core;) of_host.insert(core);
+    }
+    const auto running = std::min(threads, static_cast<std::int64_t>(of_host.size()));
+    const auto measured = std::min(running, static_cast<std::int64_t>(usable_cores().size()));
     const Precision precision =
         stack_.compute() == DType::kBF16 ? Precision::kBF16 : Precision::kF32;
-    flops = static_cast<std::int64_t>(
-        peak_flops(precision, static_cast<int>(ranks * config_.execution().threads()), kVersion));
+    flops = static_cast<std::int64_t>(peak_flops(precision, static_cast<int>(measured), kVersion) *
+                                      static_cast<double>(running) / static_cast<double>(measured));
   }
   communicator_.quiet_barrier("peak");
   return static_cast<double>(communicator_.all_reduce("peak", Reduction::kSum, flops));

@@ -207,12 +207,6 @@ Loop loop_of(Precision precision) {
   return f32_loop();
 }
 
-int usable_cores() {
-  cpu_set_t set;
-  if (sched_getaffinity(0, sizeof set, &set) == 0) return std::max(1, CPU_COUNT(&set));
-  return std::max(1, static_cast<int>(std::thread::hardware_concurrency()));
-}
-
 using Clock = std::chrono::steady_clock;
 double seconds_since(Clock::time_point start) {
   return std::chrono::duration<double>(Clock::now() - start).count();
@@ -276,6 +270,8 @@ std::string heading(const std::string& version, const std::string& instructions,
 
 // 0 when there is no such file or it isn't whole.
 double read_rate(const std::string& path, const std::string& expected_heading) {
+  std::error_code ignored;
+  if (!std::filesystem::is_regular_file(path, ignored)) return 0;
   std::ifstream file(path, std::ios::binary);
   std::string text(4096, '\0');
   file.read(text.data(), static_cast<std::streamsize>(text.size()));
@@ -285,7 +281,9 @@ double read_rate(const std::string& path, const std::string& expected_heading) {
   const char* const begin = text.data() + expected_heading.size();
   const char* const end = text.data() + text.size() - 1;
   const auto [stop, error] = std::from_chars(begin, end, rate);
-  return error == std::errc() && stop == end && std::isfinite(rate) && rate > 0 ? rate : 0;
+  // What no machine reaches, or every one, isn't a measurement.
+  constexpr double kLeast = 1e7, kMost = 1e17;
+  return error == std::errc() && stop == end && rate > kLeast && rate < kMost ? rate : 0;
 }
 
 void write_rate(const std::string& folder, const std::string& path, const std::string& text) {
@@ -301,12 +299,27 @@ void write_rate(const std::string& folder, const std::string& path, const std::s
 
 }  // namespace
 
+std::vector<int> usable_cores() {
+  std::vector<int> cores;
+  cpu_set_t set;
+  if (sched_getaffinity(0, sizeof set, &set) == 0) {
+    for (int core = 0; core < CPU_SETSIZE; ++core) {
+      if (CPU_ISSET(core, &set)) cores.push_back(core);
+    }
+  }
+  const int all = std::max(1, static_cast<int>(std::thread::hardware_concurrency()));
+  if (cores.empty()) {
+    for (int core = 0; core < all; ++core) cores.push_back(core);
+  }
+  return cores;
+}
+
 std::string peak_instructions(Precision precision) { return loop_of(precision).name; }
 
 double measure_peak_flops(Precision precision, int threads) {
   TESSERA_CHECK(threads >= 1);
   const Loop loop = loop_of(precision);
-  const int running = std::min(threads, usable_cores());
+  const int running = std::min(threads, static_cast<int>(usable_cores().size()));
   std::vector<double> rates(static_cast<std::size_t>(running));
   std::atomic<int> waiting{running};
   {
@@ -335,7 +348,7 @@ double peak_flops(Precision precision, int threads, const std::string& program_v
                   const std::string& folder) {
   if (folder.empty()) return measure_peak_flops(precision, threads);
   const std::string instructions = peak_instructions(precision);
-  const int running = std::min(threads, usable_cores());
+  const int running = std::min(threads, static_cast<int>(usable_cores().size()));
   const std::string path = folder + "/peak-" + plain(program_version) + "-" + plain(cpu_model()) +
                            "-" + plain(instructions) + "-" + std::to_string(running) + ".txt";
   const std::string expected = heading(program_version, instructions, running);

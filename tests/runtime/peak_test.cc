@@ -2,6 +2,7 @@
 
 #include <gtest/gtest.h>
 #include <stdlib.h>
+#include <sys/stat.h>
 
 #include <cmath>
 #include <filesystem>
@@ -71,19 +72,19 @@ TEST_F(PeakCache, TheSecondCallReadsWhatTheFirstLeft) {
   const double first = peak();
   ASSERT_EQ(files().size(), 1U);
   EXPECT_EQ(peak(), first);  // bit for bit, as no second measurement would be
-  write(files()[0], with_rate(read(files()[0]), "1234.5"));
-  EXPECT_EQ(peak(), 1234.5);
+  write(files()[0], with_rate(read(files()[0]), "1234567890.5"));
+  EXPECT_EQ(peak(), 1234567890.5);
 }
 
 TEST_F(PeakCache, AnotherVersionOrPrecisionIsMeasured) {
   peak();
   const std::string path = files()[0];
-  write(path, with_rate(read(path), "1234.5"));
+  write(path, with_rate(read(path), "1234567890.5"));
   EXPECT_GT(peak("1.2.4"), 1e7);
   if (peak_instructions(Precision::kBF16) != peak_instructions(Precision::kF32)) {
     EXPECT_GT(peak_flops(Precision::kBF16, 1, "1.2.3", folder_), 1e7);
   }
-  EXPECT_EQ(peak(), 1234.5);
+  EXPECT_EQ(peak(), 1234567890.5);
 }
 
 TEST_F(PeakCache, AGarbledFileIsMeasuredAnewAndReplaced) {
@@ -99,9 +100,12 @@ TEST_F(PeakCache, AGarbledFileIsMeasuredAnewAndReplaced) {
                                             with_rate(whole, "0"),
                                             with_rate(whole, "nan"),
                                             with_rate(whole, "inf"),
+                                            with_rate(whole, "1"),
+                                            with_rate(whole, "1e-300"),
+                                            with_rate(whole, "1e300"),
                                             with_rate(whole, "12 apples"),
                                             with_rate(whole, ""),
-                                            "x" + with_rate(whole, "1234.5")};
+                                            "x" + with_rate(whole, "1234567890.5")};
   for (const std::string& text : garbled) {
     write(path, text);
     const double rate = peak();
@@ -126,6 +130,10 @@ TEST_F(PeakCache, NoFolderIsNoObstacle) {
   std::filesystem::create_directories(path + "/inner");
   EXPECT_GT(peak(), 1e7);
   EXPECT_EQ(files().size(), 1U);  // nothing half-written is left beside it
+  // A pipe stands there, which nobody writes to.
+  std::filesystem::remove_all(path);
+  ASSERT_EQ(mkfifo(path.c_str(), 0600), 0);
+  EXPECT_GT(peak(), 1e7);
 }
 
 TEST(PeakCacheFolder, FollowsTheEnvironment) {
