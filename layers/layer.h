@@ -6,7 +6,8 @@
 //  * what a product multiplies (its input, parameters, d_out, most of what is saved) has the run's
 //    compute type, f32 or bf16; what is added up (the residual stream and its gradient, gradients
 //    of parameters, statistics) is f32;
-//  * parameter views come in the order of parameters(), [out, in] for matrices;
+//  * parameter views come in the order of parameters(), [out, in] for matrices, of the compute type
+//    except those declared full_precision;
 //  * gradients of parameters are overwritten, never added to: one quantum, one gradient;
 //  * forward and backward allocate nothing.
 #pragma once
@@ -38,11 +39,19 @@ struct Batch {
 };
 constexpr std::int32_t kNoLabel = -1;
 
-// How a parameter starts.
+// How a parameter starts. The last two kinds draw what the parameter stands for from
+// [low, high] and start at its inverse: a rate exp(A_log) and a step softplus(dt_bias).
 struct Init {
-  enum class Kind : std::uint8_t { kNormal, kConstant, kUniform };
+  enum class Kind : std::uint8_t {
+    kNormal,
+    kConstant,
+    kUniform,
+    kLogOfUniform,                 // log(u), u uniform
+    kInverseSoftplusOfLogUniform,  // log(exp(u) - 1), log u uniform, u at least `floor`
+  };
   Kind kind = Kind::kNormal;
   double scale = 0.0;  // standard deviation, value, or half-width around 0
+  double low = 0.0, high = 0.0, floor = 0.0;
 };
 
 struct ParameterSpec {
@@ -50,6 +59,14 @@ struct ParameterSpec {
   Shape shape;
   Init init;
   bool decay = true;  // weight decay applies
+  // The layer takes it in f32 whatever the run's compute type.
+  bool full_precision = false;
+};
+
+// A number of positions at which a layer's work is cut or ends: what an audit has to look across.
+struct LayerSize {
+  std::string name;  // "window", "chunk", "block", "stride", "selection"
+  std::int64_t positions = 0;
 };
 
 // What every call of a layer gets besides its input and output.
@@ -77,6 +94,8 @@ class Layer {
   // Floating-point operations of one forward pass per token at this length (a multiply-add is
   // two), averaged over the positions; the backward is counted as twice that.
   virtual double flops_per_token(std::int64_t length) const = 0;
+  // Every window, chunk, block, stride and tile of its work; empty where positions don't meet.
+  virtual std::vector<LayerSize> sizes() const { return {}; }
 
   // in: [B*T, d] of the compute type; out: [B*T, d] f32, overwritten, doesn't alias in.
   virtual void forward(Queue& queue, const Batch& batch, const View& in, const View& out,

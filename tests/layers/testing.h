@@ -46,7 +46,9 @@ class Buffers {
   static std::vector<BufferSpec> as_buffers(const std::vector<ParameterSpec>& specs, DType dtype) {
     std::vector<BufferSpec> buffers;
     buffers.reserve(specs.size());
-    for (const ParameterSpec& spec : specs) buffers.push_back({spec.name, dtype, spec.shape});
+    for (const ParameterSpec& spec : specs) {
+      buffers.push_back({spec.name, spec.full_precision ? DType::kF32 : dtype, spec.shape});
+    }
     return buffers;
   }
   Layout layout_;
