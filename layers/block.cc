@@ -25,6 +25,22 @@ void append(std::vector<ParameterSpec>& list, const std::string& prefix,
   }
 }
 
+// What a mixer may know at this place of the schedule.
+MixerContext context_of(const ModelConfig& config, std::int64_t layer, DType compute,
+                        const std::vector<std::string>& types) {
+  const auto layers = static_cast<std::int64_t>(types.size());
+  TESSERA_CHECK(layer >= 0 && layer < layers);
+  return {config, layer, layers, compute};
+}
+
+std::unique_ptr<Layer> scheduled_mixer(const ModelConfig& config, std::int64_t layer,
+                                       DType compute) {
+  validate(config);
+  const std::vector<std::string> types = schedule_types(config.schedule());
+  const MixerContext context = context_of(config, layer, compute, types);
+  return make_mixer(types[static_cast<std::size_t>(layer)], context);
+}
+
 }  // namespace
 
 struct Block::Parts {
@@ -47,18 +63,21 @@ struct Block::Parts {
   }
 };
 
-Block::Block(const ModelConfig& config, std::int64_t layer, DType compute) {
+Block::Block(const ModelConfig& config, std::int64_t layer, DType compute)
+    : Block(config, layer, compute, scheduled_mixer(config, layer, compute)) {}
+
+Block::Block(const ModelConfig& config, std::int64_t layer, DType compute,
+             std::unique_ptr<Layer> mixer) {
   validate(config);
   const std::vector<std::string> types = schedule_types(config.schedule());
-  const auto layers = static_cast<std::int64_t>(types.size());
-  TESSERA_CHECK(layer >= 0 && layer < layers);
-  const std::string& type = types[static_cast<std::size_t>(layer)];
-  const MixerContext context = {config, layer, layers, compute};
-  parts_ = std::make_unique<Parts>(
-      Parts{config.width(), config.norm_epsilon(), compute, type, make_mixer(type, context),
-            SwiGlu(config.width(), config.feed_forward().width(), config.init_deviation(),
-                   context.output_deviation(), compute),
-            0, 0});
+  const MixerContext context = context_of(config, layer, compute, types);
+  const std::int64_t inner =
+      config.feed_forward().width() + (layer < config.feed_forward().wider_layers() ? 1 : 0);
+  parts_ = std::make_unique<Parts>(Parts{
+      config.width(), config.norm_epsilon(), compute, types[static_cast<std::size_t>(layer)],
+      std::move(mixer),
+      SwiGlu(config.width(), inner, config.init_deviation(), context.output_deviation(), compute),
+      0, 0});
   parts_->mixer_parameters = parts_->mixer->parameters().size();
   parts_->mixer_saved = parts_->mixer->saved({1, 1, 1}).size();
 }

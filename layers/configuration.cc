@@ -33,6 +33,8 @@ void validate(const ModelConfig& config) {
   require_range("model.vocabulary", config.vocabulary(), 1, kMaxVocabulary);
   require_range("model.length", config.length(), 1, kMaxLength);
   require_range("model.feed_forward.width", config.feed_forward().width(), 1, kMaxFeedForwardWidth);
+  require_range("model.feed_forward.wider_layers", config.feed_forward().wider_layers(), 0,
+                kMaxLayers);
   require_positive("model.norm_epsilon", config.norm_epsilon());
   require_positive("model.init_deviation", config.init_deviation());
 }

@@ -20,6 +20,8 @@ class Block {
  public:
   // Throws Error(kUsage) when the configuration can't be. compute: kF32 or kBF16.
   Block(const ModelConfig& config, std::int64_t layer, DType compute = DType::kF32);
+  // With this mixer in place of the schedule's, whose name it keeps.
+  Block(const ModelConfig& config, std::int64_t layer, DType compute, std::unique_ptr<Layer> mixer);
   ~Block();
   Block(Block&&) noexcept;
 

@@ -388,6 +388,7 @@ model.mixer[1].sliding.attention.rope_theta=1e+06
 model.mixer[1].sliding.attention.query_key_norm=false
 model.mixer[1].sliding.window=32
 model.feed_forward.width=128
+model.feed_forward.wider_layers=0
 model.norm_epsilon=1e-06
 model.init_deviation=0.02
 data.document_masking=false
