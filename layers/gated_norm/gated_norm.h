@@ -5,6 +5,7 @@
 
 #include <cstdint>
 
+#include "layers/layer.h"
 #include "runtime/device.h"
 #include "runtime/view.h"
 

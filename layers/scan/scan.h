@@ -84,6 +84,8 @@ class Scan {
   std::int64_t key_parts() const { return c_.heads / block_; }
   std::int64_t value_parts() const;
   std::int64_t room_bytes() const;
+  template <class Body>
+  void for_states(Queue& queue, const Batch& batch, const Body& body) const;
 
   ScanConfig c_;
   std::int64_t tile_;   // rows whose scores are made together
