@@ -14,26 +14,30 @@
 
 namespace tessera {
 
-// How a block is cut: slivers of 32 columns of b, packed in pairs of rows as the tiles want them
-// (dword n of row p holds elements 2p and 2p + 1 of column n), against groups of 16 rows of a. The
-// inner dimension goes in steps whose operands stay in the first cache; a step's sums start from
-// the last one's, so that the steps don't show in the result.
+// How a block is cut: groups of 32 rows of a, as two tiles of 16, against slivers of 32 columns of
+// b, as two tiles of 16 pairs of rows by 16 columns (dword n of row p holds elements 2p and 2p + 1
+// of column n). A tile is 1 KiB in one piece: rows that lie a power of two apart would throw one
+// another out of the first cache. The inner dimension goes in steps whose sliver stays in that
+// cache; a step's sums start from the last one's, so that the steps don't show in the result.
 namespace {
 
 constexpr std::int64_t kSliver = 32;  // columns
-constexpr std::int64_t kGroup = 16;   // rows
+constexpr std::int64_t kHalf = 16;    // rows of a tile
 constexpr std::int64_t kChunk = 32;   // terms of one tile operation
-constexpr std::int64_t kDepth = 256;  // terms of a step
-constexpr std::int64_t kLine = 64;    // bytes of a chunk, and of 16 f32
+constexpr std::int64_t kLine = 64;    // bytes of a tile's row
+constexpr std::int64_t kTile = 1024;  // bytes
+constexpr std::int64_t kPanel = 512;  // columns whose sums stay in the second cache over the steps
 
 std::int64_t rounded_up(std::int64_t value, std::int64_t to) { return (value + to - 1) / to * to; }
 
 }  // namespace
 
+std::int64_t amx_packed_bytes(std::int64_t extent, std::int64_t inner) {
+  return rounded_up(extent, kAmxGroup) * rounded_up(inner, kChunk) * 2;
+}
+
 std::int64_t amx_room(std::int64_t rows, std::int64_t columns) {
-  const std::int64_t groups = rounded_up(rows, kGroup);
-  // b's sliver, a's step, the result.
-  return kDepth * kSliver * 2 + groups * kDepth * 2 + groups * rounded_up(columns, kSliver) * 4;
+  return rounded_up(rows, kAmxGroup) * rounded_up(std::min(columns, kPanel), kSliver) * 4;
 }
 
 #if defined(__x86_64__)
@@ -78,77 +82,89 @@ __mmask32 first_lanes(std::int64_t count) {
   return count >= 32 ? 0xFFFFFFFFU : static_cast<__mmask32>((std::uint32_t{1} << count) - 1);
 }
 
-// b's rows lie along its columns: interleaves two of them.
+// b's rows lie along its columns: interleaves two of them. One sliver.
 TESSERA_AMX void pack_along(const BFloat16* from, std::int64_t stride, std::int64_t columns,
                             std::int64_t depth, std::byte* to) {
   const __m512i low = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8,
                                        39, 7, 38, 6, 37, 5, 36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
   const __m512i high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
   const __mmask32 lanes = first_lanes(columns);
-  const std::int64_t pairs = rounded_up(depth, kChunk) / 2;
-  for (std::int64_t p = 0; p < pairs; ++p) {
-    const BFloat16* const row = from + 2 * p * stride;
-    const __m512i x = 2 * p < depth ? _mm512_maskz_loadu_epi16(lanes, row) : _mm512_setzero_si512();
+  for (std::int64_t k = 0; k < rounded_up(depth, kChunk); k += 2) {
+    const BFloat16* const row = from + k * stride;
+    // The next sliver lies beside this one, in lines that no prefetcher sees coming.
+    _mm_prefetch(row + kSliver, _MM_HINT_T1);
+    _mm_prefetch(row + stride + kSliver, _MM_HINT_T1);
+    const __m512i x = k < depth ? _mm512_maskz_loadu_epi16(lanes, row) : _mm512_setzero_si512();
     const __m512i y =
-        2 * p + 1 < depth ? _mm512_maskz_loadu_epi16(lanes, row + stride) : _mm512_setzero_si512();
-    _mm512_store_si512(to + p * 2 * kLine, _mm512_permutex2var_epi16(x, low, y));
-    _mm512_store_si512(to + p * 2 * kLine + kLine, _mm512_permutex2var_epi16(x, high, y));
+        k + 1 < depth ? _mm512_maskz_loadu_epi16(lanes, row + stride) : _mm512_setzero_si512();
+    std::byte* const place = to + k / kChunk * 2 * kTile + k % kChunk / 2 * kLine;
+    _mm512_store_si512(place, _mm512_permutex2var_epi16(x, low, y));
+    _mm512_store_si512(place + kTile, _mm512_permutex2var_epi16(x, high, y));
   }
 }
 
-// b's columns lie one after another: 16 of them by 16 pairs, transposed.
+// b's columns lie one after another: 16 of them by 16 pairs, transposed. One sliver.
 TESSERA_AMX void pack_across(const BFloat16* from, std::int64_t stride, std::int64_t columns,
                              std::int64_t depth, std::byte* to) {
-  for (std::int64_t chunk = 0; chunk < depth; chunk += kChunk) {
-    const __mmask32 lanes = first_lanes(depth - chunk);
+  for (std::int64_t k = 0; k < depth; k += kChunk) {
+    const __mmask32 lanes = first_lanes(depth - k);
     for (std::int64_t half = 0; half < 2; ++half) {
-      __m512i rows[16];
-      for (std::int64_t i = 0; i < 16; ++i) {
-        const std::int64_t column = half * 16 + i;
-        rows[i] = column < columns ? _mm512_maskz_loadu_epi16(lanes, from + column * stride + chunk)
+      __m512i rows[kHalf];
+      for (std::int64_t i = 0; i < kHalf; ++i) {
+        const std::int64_t column = half * kHalf + i;
+        rows[i] = column < columns ? _mm512_maskz_loadu_epi16(lanes, from + column * stride + k)
                                    : _mm512_setzero_si512();
       }
       transpose(rows);
-      for (std::int64_t p = 0; p < 16; ++p) {
-        _mm512_store_si512(to + (chunk / 2 + p) * 2 * kLine + half * kLine, rows[p]);
-      }
+      for (std::int64_t p = 0; p < kHalf; ++p) _mm512_store_si512(to + p * kLine, rows[p]);
+      to += kTile;
     }
   }
 }
 
-// A transposed a, [depth, rows] with `stride` between the terms, to [rows in whole groups, kDepth].
+// One group of a transposed a, [depth, rows] with `stride` between the terms.
 TESSERA_AMX void pack_transposed(const BFloat16* from, std::int64_t stride, std::int64_t rows,
                                  std::int64_t depth, std::byte* to) {
-  constexpr std::int64_t row_bytes = kDepth * 2;
-  const auto row = [&](std::int64_t term, std::int64_t group) TESSERA_AMX {
+  const __mmask32 lanes = first_lanes(rows);
+  const auto row = [&](std::int64_t term) TESSERA_AMX {
     if (term >= depth) return _mm512_setzero_si512();
-    const auto lanes = static_cast<__mmask16>(first_lanes(std::min(rows - group, kGroup)));
-    return _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(lanes, from + term * stride + group));
+    // As above.
+    _mm_prefetch(from + term * stride + kAmxGroup, _MM_HINT_T1);
+    return _mm512_maskz_loadu_epi16(lanes, from + term * stride);
   };
-  for (std::int64_t chunk = 0; chunk < depth; chunk += kChunk) {
-    for (std::int64_t group = 0; group < rows; group += kGroup) {
-      __m512i pairs[16];
-      for (std::int64_t p = 0; p < 16; ++p) {
-        pairs[p] = _mm512_or_si512(row(chunk + 2 * p, group),
-                                   _mm512_slli_epi32(row(chunk + 2 * p + 1, group), 16));
-      }
-      transpose(pairs);
-      for (std::int64_t i = 0; i < 16; ++i) {
-        _mm512_store_si512(to + (group + i) * row_bytes + chunk * 2, pairs[i]);
-      }
+  for (std::int64_t k = 0; k < depth; k += kChunk) {
+    // Dword p of row i of the first half holds terms 2p and 2p + 1 of row i.
+    __m512i first[kHalf], second[kHalf];
+    for (std::int64_t p = 0; p < kHalf; ++p) {
+      const __m512i x = row(k + 2 * p), y = row(k + 2 * p + 1);
+      const __m512i x_low = _mm512_cvtepu16_epi32(_mm512_castsi512_si256(x));
+      const __m512i y_low = _mm512_cvtepu16_epi32(_mm512_castsi512_si256(y));
+      const __m512i x_high = _mm512_cvtepu16_epi32(_mm512_extracti64x4_epi64(x, 1));
+      const __m512i y_high = _mm512_cvtepu16_epi32(_mm512_extracti64x4_epi64(y, 1));
+      first[p] = _mm512_or_si512(x_low, _mm512_slli_epi32(y_low, 16));
+      second[p] = _mm512_or_si512(x_high, _mm512_slli_epi32(y_high, 16));
     }
+    transpose(first);
+    transpose(second);
+    for (std::int64_t i = 0; i < kHalf; ++i) {
+      _mm512_store_si512(to + i * kLine, first[i]);
+      _mm512_store_si512(to + kTile + i * kLine, second[i]);
+    }
+    to += 2 * kTile;
   }
 }
 
-// a's own rows to [rows in whole groups, kDepth], what is missing zero.
-TESSERA_AMX void pack_rows(const BFloat16* from, std::int64_t stride, std::int64_t rows,
-                           std::int64_t depth, std::byte* to) {
-  for (std::int64_t r = 0; r < rounded_up(rows, kGroup); ++r) {
+// One group of a's own rows.
+TESSERA_AMX void pack_along_rows(const BFloat16* from, std::int64_t stride, std::int64_t rows,
+                                 std::int64_t depth, std::byte* to) {
+  for (std::int64_t r = 0; r < kAmxGroup; ++r) {
+    std::byte* place = to + r * kLine;  // the second tile follows the first
     for (std::int64_t k = 0; k < depth; k += kChunk) {
       const __m512i value =
           r < rows ? _mm512_maskz_loadu_epi16(first_lanes(depth - k), from + r * stride + k)
                    : _mm512_setzero_si512();
-      _mm512_store_si512(to + (r * kDepth + k) * 2, value);
+      _mm512_store_si512(place, value);
+      place += 2 * kTile;
     }
   }
 }
@@ -163,16 +179,15 @@ struct Target {
 inline void memory_is_read() { asm volatile("" : : : "memory"); }
 
 // c [16 or 32 (kTwo), 32] = a b, or added, over `chunks` chunks of packed operands. Registers 0 to
-// 3 hold the result, 4 and 5 a's groups, 6 and 7 b's halves. next: a result to be fetched ahead.
+// 3 hold the result, 4 and 5 a's halves, 6 and 7 b's. next: a result to be fetched ahead.
 template <bool kTwo>
 TESSERA_AMX void multiply(const std::byte* a, const std::byte* b, std::int64_t chunks, Target c,
                           bool add, const float* next) {
-  constexpr std::int64_t kRow = kDepth * 2;
   const std::int64_t stride = c.stride * 4;
-  float* const below = c.data + kGroup * c.stride;
+  float* const below = c.data + kHalf * c.stride;
   memory_is_read();
   if (next != nullptr) {
-    for (std::int64_t r = 0; r < 2 * kGroup; ++r) {
+    for (std::int64_t r = 0; r < kAmxGroup; ++r) {
       _mm_prefetch(next + r * c.stride, _MM_HINT_T0);
       _mm_prefetch(next + r * c.stride + 16, _MM_HINT_T0);
     }
@@ -193,18 +208,18 @@ TESSERA_AMX void multiply(const std::byte* a, const std::byte* b, std::int64_t c
     }
   }
   for (std::int64_t chunk = 0; chunk < chunks; ++chunk) {
-    _tile_loadd(6, b, 2 * kLine);
-    _tile_loadd(7, b + kLine, 2 * kLine);
-    _tile_loadd(4, a, kRow);
+    _tile_loadd(6, b, kLine);
+    _tile_loadd(4, a, kLine);
+    _tile_loadd(7, b + kTile, kLine);
     _tile_dpbf16ps(0, 4, 6);
+    if constexpr (kTwo) _tile_loadd(5, a + kTile, kLine);
     _tile_dpbf16ps(1, 4, 7);
     if constexpr (kTwo) {
-      _tile_loadd(5, a + kGroup * kRow, kRow);
       _tile_dpbf16ps(2, 5, 6);
       _tile_dpbf16ps(3, 5, 7);
     }
-    a += kLine;
-    b += kChunk * kLine;
+    a += 2 * kTile;
+    b += 2 * kTile;
   }
   _tile_stored(0, c.data, stride);
   _tile_stored(1, c.data + 16, stride);
@@ -218,7 +233,7 @@ TESSERA_AMX void configure_tiles() {
   struct alignas(64) {
     std::uint8_t palette = 1, start = 0, reserved[14] = {};
     std::uint16_t bytes[16] = {kLine, kLine, kLine, kLine, kLine, kLine, kLine, kLine};
-    std::uint8_t rows[16] = {kGroup, kGroup, kGroup, kGroup, kGroup, kGroup, kGroup, kGroup};
+    std::uint8_t rows[16] = {kHalf, kHalf, kHalf, kHalf, kHalf, kHalf, kHalf, kHalf};
   } configuration;
   asm volatile("" : : "g"(&configuration) : "memory");
   _tile_loadconfig(&configuration);
@@ -277,54 +292,70 @@ bool amx_granted() {
   return granted;
 }
 
-void amx_product(std::int64_t rows, std::int64_t columns, std::int64_t inner, AmxOperand a,
-                 AmxOperand b, AmxResult c, bool accumulate, std::byte* room) {
+void amx_pack_rows(AmxOperand a, std::int64_t rows, std::int64_t inner, std::byte* to) {
+  for (std::int64_t row = 0; row < rows; row += kAmxGroup) {
+    const BFloat16* const from = a.data + row * a.row_stride;
+    const std::int64_t height = std::min(kAmxGroup, rows - row);
+    if (a.column_stride == 1) {
+      pack_along_rows(from, a.row_stride, height, inner, to);
+    } else {
+      pack_transposed(from, a.column_stride, height, inner, to);
+    }
+    to += amx_packed_bytes(kAmxGroup, inner);
+  }
+}
+
+void amx_pack_columns(AmxOperand b, std::int64_t columns, std::int64_t inner, std::byte* to) {
+  for (std::int64_t column = 0; column < columns; column += kSliver) {
+    const BFloat16* const from = b.data + column * b.column_stride;
+    const std::int64_t width = std::min(kSliver, columns - column);
+    if (b.column_stride == 1) {
+      pack_along(from, b.row_stride, width, inner, to);
+    } else {
+      pack_across(from, b.column_stride, width, inner, to);
+    }
+    to += amx_packed_bytes(kSliver, inner);
+  }
+}
+
+void amx_multiply(std::int64_t rows, std::int64_t columns, std::int64_t inner, AmxPacked a,
+                  AmxPacked b, AmxResult c, bool accumulate, std::byte* room) {
   const bool in_f32 = c.dtype == DType::kF32;
   TESSERA_CHECK(in_f32 || !accumulate);
-  const std::int64_t groups = rounded_up(rows, kGroup);
-  std::byte* const b_room = room;
-  std::byte* const a_room = b_room + kDepth * kSliver * 2;
-  auto* const c_room = reinterpret_cast<float*>(a_room + groups * kDepth * 2);
-
+  const std::int64_t a_group = amx_packed_bytes(kAmxGroup, a.inner);
+  const std::int64_t b_sliver = amx_packed_bytes(kSliver, b.inner);
+  const std::int64_t room_rows = rounded_up(rows, kAmxGroup);
   configure_tiles();
-  for (std::int64_t first = 0; first < inner; first += kDepth) {
-    const std::int64_t depth = std::min(kDepth, inner - first);
-    const std::int64_t chunks = rounded_up(depth, kChunk) / kChunk;
-    // Packed, for rows that lie a power of two apart would throw one another out of the cache.
-    if (a.column_stride == 1) {
-      pack_rows(a.data + first, a.row_stride, rows, depth, a_room);
-    } else {
-      pack_transposed(a.data + first * a.column_stride, a.column_stride, rows, depth, a_room);
-    }
-    for (std::int64_t column = 0; column < columns; column += kSliver) {
-      const std::int64_t width = std::min(kSliver, columns - column);
-      const BFloat16* const from = b.data + first * b.row_stride + column * b.column_stride;
-      if (b.column_stride == 1) {
-        pack_along(from, b.row_stride, width, depth, b_room);
-      } else {
-        pack_across(from, b.column_stride, width, depth, b_room);
-      }
-      // Whole tiles of f32 are summed in their place, others in the room until the last step.
-      const bool direct = in_f32 && width == kSliver && groups == rows;
-      const bool fetch = !direct && accumulate && first == 0;
-      const bool put = !direct && first + depth == inner;
-      Target target = {c_room + column * groups, kSliver};
-      if (direct) target = {reinterpret_cast<float*>(c.data) + column, c.stride};
-      for (std::int64_t row = 0; row < rows; row += 2 * kGroup) {
-        const std::int64_t height = std::min(2 * kGroup, rows - row);
-        const Target here = {target.data + row * target.stride, target.stride};
-        const AmxResult place = {c.data + row * c.stride * size_of(c.dtype), c.stride, c.dtype};
-        if (fetch) copy_in(place, column, height, width, here.data);
-        const std::byte* const terms = a_room + row * kDepth * 2;
-        const bool add = accumulate || first > 0;
-        if (height > kGroup) {
-          const bool more = row + 4 * kGroup <= rows;
-          multiply<true>(terms, b_room, chunks, here, add,
-                         more ? here.data + 2 * kGroup * here.stride : nullptr);
-        } else {
-          multiply<false>(terms, b_room, chunks, here, add, nullptr);
+  for (std::int64_t panel = 0; panel < columns; panel += kPanel) {
+    const std::int64_t panel_end = std::min(columns, panel + kPanel);
+    for (std::int64_t first = 0; first < inner; first += kAmxDepth) {
+      const std::int64_t depth = std::min(kAmxDepth, inner - first);
+      const std::int64_t chunks = rounded_up(depth, kChunk) / kChunk;
+      const std::int64_t before = first / kChunk * 2 * kTile;
+      for (std::int64_t column = panel; column < panel_end; column += kSliver) {
+        const std::int64_t width = std::min(kSliver, columns - column);
+        const std::byte* const sliver = b.data + column / kSliver * b_sliver + before;
+        float* const room_sliver = reinterpret_cast<float*>(room) + (column - panel) * room_rows;
+        for (std::int64_t row = 0; row < rows; row += kAmxGroup) {
+          const std::int64_t height = std::min(kAmxGroup, rows - row);
+          // Whole tiles of f32 are summed in their place, others in the room until the last step.
+          const bool direct =
+              in_f32 && width == kSliver && (height == kAmxGroup || height == kHalf);
+          Target here = {room_sliver + row * kSliver, kSliver};
+          if (direct) here = {reinterpret_cast<float*>(c.data) + row * c.stride + column, c.stride};
+          const AmxResult place = {c.data + row * c.stride * size_of(c.dtype), c.stride, c.dtype};
+          if (!direct && accumulate && first == 0) copy_in(place, column, height, width, here.data);
+          const std::byte* const terms = a.data + row / kAmxGroup * a_group + before;
+          const bool add = accumulate || first > 0;
+          if (height > kHalf) {
+            const bool more = direct && row + 2 * kAmxGroup <= rows;
+            multiply<true>(terms, sliver, chunks, here, add,
+                           more ? here.data + kAmxGroup * here.stride : nullptr);
+          } else {
+            multiply<false>(terms, sliver, chunks, here, add, nullptr);
+          }
+          if (!direct && first + depth == inner) copy_out(here.data, column, height, width, place);
         }
-        if (put) copy_out(here.data, column, height, width, place);
       }
     }
   }
@@ -335,8 +366,16 @@ void amx_product(std::int64_t rows, std::int64_t columns, std::int64_t inner, Am
 
 bool amx_granted() { return false; }
 
-void amx_product(std::int64_t, std::int64_t, std::int64_t, AmxOperand, AmxOperand, AmxResult, bool,
-                 std::byte*) {
+void amx_pack_rows(AmxOperand, std::int64_t, std::int64_t, std::byte*) {
+  throw Error(ExitCode::kInternal, "AMX tiles are of x86-64 CPUs only");
+}
+
+void amx_pack_columns(AmxOperand, std::int64_t, std::int64_t, std::byte*) {
+  throw Error(ExitCode::kInternal, "AMX tiles are of x86-64 CPUs only");
+}
+
+void amx_multiply(std::int64_t, std::int64_t, std::int64_t, AmxPacked, AmxPacked, AmxResult, bool,
+                  std::byte*) {
   throw Error(ExitCode::kInternal, "AMX tiles are of x86-64 CPUs only");
 }
 

@@ -210,6 +210,12 @@ namespace {
 // docs/benchmarks.md. There a row's bits depend on nothing but the row.
 bool on_tiles(DType dtype) { return dtype == DType::kBF16 && amx_granted(); }
 
+AmxOperand tile_operand(const Matrix& of, bool transpose) {
+  return {reinterpret_cast<const BFloat16*>(of.data), transpose ? 1 : of.stride,
+          transpose ? of.stride : 1};
+}
+AmxResult tile_result(const Matrix& c) { return {c.data, c.stride, c.dtype}; }
+
 }  // namespace
 
 void product(Worker& worker, Matrix a, Transpose transpose_a, Matrix b, Transpose transpose_b,
@@ -228,12 +234,12 @@ void product(Worker& worker, Matrix a, Transpose transpose_a, Matrix b, Transpos
     return;
   }
   if (on_tiles(a.dtype)) {
-    const auto operand = [](const Matrix& of, bool transpose) {
-      return AmxOperand{reinterpret_cast<const BFloat16*>(of.data), transpose ? 1 : of.stride,
-                        transpose ? of.stride : 1};
-    };
-    amx_product(m, n, k, operand(a, ta), operand(b, tb), {c.data, c.stride, c.dtype}, accumulate,
-                worker.products().scratch(0, amx_room(m, n)));
+    const std::int64_t a_bytes = amx_packed_bytes(m, k);
+    std::byte* const room = worker.products().scratch(0, a_bytes + amx_packed_bytes(n, k));
+    amx_pack_rows(tile_operand(a, ta), m, k, room);
+    amx_pack_columns(tile_operand(b, tb), n, k, room + a_bytes);
+    amx_multiply(m, n, k, {room, k}, {room + a_bytes, k}, tile_result(c), accumulate,
+                 worker.products().scratch(1, amx_room(m, n)));
     return;
   }
   worker.products()
@@ -271,9 +277,12 @@ namespace {
 // Pieces of a product's output. Fixed numbers: the cut depends on the shape alone.
 constexpr std::int64_t kPieceRows = 128;
 constexpr std::int64_t kPieceColumns = 512;
-// On tiles, which pack each piece's operands for themselves.
-constexpr std::int64_t kTilePieceRows = 512;
-constexpr std::int64_t kTilePieceColumns = 256;
+constexpr std::int64_t kTilePiece = 128;    // on tiles, of the larger extent; twice for long sums
+constexpr std::int64_t kTileWindow = 2048;  // terms that are packed at a time
+
+std::int64_t pieces_of(std::int64_t extent, std::int64_t size) {
+  return (extent + size - 1) / size;
+}
 
 Matrix block(Matrix from, std::int64_t row, std::int64_t rows, std::int64_t column,
              std::int64_t columns) {
@@ -282,25 +291,86 @@ Matrix block(Matrix from, std::int64_t row, std::int64_t rows, std::int64_t colu
 
 // Calls body(worker, row, rows, column, columns) for each piece of an output of this size.
 template <class Body>
-void for_each_piece(Queue& queue, DType operands, const Matrix& output, const Body& body) {
-  const std::int64_t rows = on_tiles(operands) ? kTilePieceRows : kPieceRows;
-  const std::int64_t columns = on_tiles(operands) ? kTilePieceColumns : kPieceColumns;
-  const std::int64_t across = (output.columns + columns - 1) / columns;
-  const std::int64_t down = (output.rows + rows - 1) / rows;
+void for_each_piece(Queue& queue, const Matrix& output, const Body& body) {
+  const std::int64_t across = pieces_of(output.columns, kPieceColumns);
+  const std::int64_t down = pieces_of(output.rows, kPieceRows);
   queue.parallel_for(down * across, [&](std::int64_t piece, Worker& worker) {
-    const std::int64_t row = piece / across * rows;
-    const std::int64_t column = piece % across * columns;
-    body(worker, row, std::min(rows, output.rows - row), column,
-         std::min(columns, output.columns - column));
+    const std::int64_t row = piece / across * kPieceRows;
+    const std::int64_t column = piece % across * kPieceColumns;
+    body(worker, row, std::min(kPieceRows, output.rows - row), column,
+         std::min(kPieceColumns, output.columns - column));
   });
+}
+
+// C = op(A) op(B) on all threads, or added, each operand packed once: the smaller one for all
+// pieces, the larger one by the pieces, which are cut along it.
+void tile_product(Queue& queue, Matrix a, bool transpose_a, Matrix b, bool transpose_b, Matrix c,
+                  bool accumulate) {
+  const std::int64_t k = transpose_a ? a.rows : a.columns;
+  if (c.rows == 0 || c.columns == 0) return;
+  if (k == 0) {
+    if (!accumulate) clear_rows(c, 0);
+    return;
+  }
+  const AmxOperand left = tile_operand(a, transpose_a), right = tile_operand(b, transpose_b);
+  const bool shares_right = c.columns <= c.rows;
+  // Terms [first, first + depth) of rows of a, or columns of b, [from, from + extent).
+  const auto pack = [&](bool is_right, std::int64_t from, std::int64_t extent, std::int64_t first,
+                        std::int64_t depth, std::byte* to) {
+    AmxOperand part = is_right ? right : left;
+    if (is_right) {
+      part.data += first * part.row_stride + from * part.column_stride;
+      amx_pack_columns(part, extent, depth, to);
+    } else {
+      part.data += from * part.row_stride + first * part.column_stride;
+      amx_pack_rows(part, extent, depth, to);
+    }
+  };
+  const std::int64_t shared_extent = std::min(c.rows, c.columns);
+  const std::int64_t extent = std::max(c.rows, c.columns);
+  const std::int64_t size = k > kAmxDepth && extent > kTilePiece ? 2 * kTilePiece : kTilePiece;
+  // Sums in f32 go on from where they were, so that a part of the terms at a time is packed.
+  const bool in_parts = c.dtype == DType::kF32;
+  const std::int64_t window = in_parts ? std::min(k, kTileWindow) : k;
+  const std::int64_t step = in_parts && shared_extent <= kAmxDepth ? kAmxDepth : window;
+  std::byte* const shared =
+      queue.worker(0).products().scratch(2, amx_packed_bytes(shared_extent, window));
+  for (std::int64_t start = 0; start < k; start += window) {
+    const std::int64_t terms = std::min(window, k - start);
+    queue.parallel_for(pieces_of(shared_extent, kTilePiece), [&](std::int64_t piece, Worker&) {
+      const std::int64_t from = piece * kTilePiece;
+      pack(shares_right, from, std::min(kTilePiece, shared_extent - from), start, terms,
+           shared + amx_packed_bytes(from, terms));
+    });
+    queue.parallel_for(pieces_of(extent, size), [&](std::int64_t piece, Worker& worker) {
+      const std::int64_t from = piece * size;
+      const std::int64_t own_extent = std::min(size, extent - from);
+      std::byte* const own = worker.products().scratch(0, amx_packed_bytes(own_extent, step));
+      const Matrix part = shares_right ? block(c, from, own_extent, 0, c.columns)
+                                       : block(c, 0, c.rows, from, own_extent);
+      std::byte* const room = worker.products().scratch(1, amx_room(part.rows, part.columns));
+      for (std::int64_t first = 0; first < terms; first += step) {
+        const std::int64_t depth = std::min(step, terms - first);
+        pack(!shares_right, from, own_extent, start + first, depth, own);
+        const AmxPacked of_all = AmxPacked{shared, terms}.from(first), of_piece = {own, depth};
+        amx_multiply(part.rows, part.columns, depth, shares_right ? of_piece : of_all,
+                     shares_right ? of_all : of_piece, tile_result(part),
+                     accumulate || start + first > 0, room);
+      }
+    });
+  }
 }
 
 }  // namespace
 
 void linear_forward(Queue& queue, Matrix x, Matrix w, Matrix y) {
   TESSERA_CHECK(x.rows == y.rows && x.columns == w.columns && w.rows == y.columns);
+  if (on_tiles(x.dtype)) {
+    tile_product(queue, x, false, w, true, y, false);
+    return;
+  }
   for_each_piece(
-      queue, x.dtype, y,
+      queue, y,
       [&](Worker& worker, std::int64_t row, std::int64_t m, std::int64_t column, std::int64_t n) {
         product_of_rows(worker, kPieceRows, block(x, row, m, 0, x.columns),
                         block(w, column, n, 0, w.columns), Transpose::kYes,
@@ -310,8 +380,12 @@ void linear_forward(Queue& queue, Matrix x, Matrix w, Matrix y) {
 
 void linear_backward_input(Queue& queue, Matrix d_y, Matrix w, Matrix d_x, bool accumulate) {
   TESSERA_CHECK(d_y.rows == d_x.rows && d_y.columns == w.rows && w.columns == d_x.columns);
+  if (on_tiles(d_y.dtype)) {
+    tile_product(queue, d_y, false, w, false, d_x, accumulate);
+    return;
+  }
   for_each_piece(
-      queue, d_y.dtype, d_x,
+      queue, d_x,
       [&](Worker& worker, std::int64_t row, std::int64_t m, std::int64_t column, std::int64_t n) {
         product_of_rows(worker, kPieceRows, block(d_y, row, m, 0, d_y.columns),
                         block(w, 0, w.rows, column, n), Transpose::kNo,
@@ -321,8 +395,12 @@ void linear_backward_input(Queue& queue, Matrix d_y, Matrix w, Matrix d_x, bool 
 
 void linear_backward_weight(Queue& queue, Matrix d_y, Matrix x, Matrix d_w, bool accumulate) {
   TESSERA_CHECK(d_y.rows == x.rows && d_y.columns == d_w.rows && x.columns == d_w.columns);
+  if (on_tiles(d_y.dtype)) {
+    tile_product(queue, d_y, true, x, false, d_w, accumulate);
+    return;
+  }
   for_each_piece(
-      queue, d_y.dtype, d_w,
+      queue, d_w,
       [&](Worker& worker, std::int64_t row, std::int64_t m, std::int64_t column, std::int64_t n) {
         product(worker, block(d_y, 0, d_y.rows, row, m), Transpose::kYes,
                 block(x, 0, x.rows, column, n), Transpose::kNo, block(d_w, row, m, column, n),

@@ -27,8 +27,8 @@ class ProductCache {
   ProductCache();
   ~ProductCache();
   PreparedProduct& find_or_prepare(const ProductKey& key);
-  // Room for so many bytes; kept, so that a size is allocated once. Two are enough: an operand and
-  // a result.
+  // Room for so many bytes; kept, so that a size is allocated once. Three are enough: an operand
+  // and a result of this worker's piece, and an operand that all workers share.
   std::byte* scratch(std::size_t which, std::int64_t bytes);
 
  private:
@@ -39,7 +39,7 @@ class ProductCache {
   };
   std::vector<Slot> slots_;
   std::size_t used_ = 0;
-  std::array<std::vector<std::byte>, 2> scratch_;
+  std::array<std::vector<std::byte>, 3> scratch_;
 };
 
 }  // namespace tessera
