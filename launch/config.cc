@@ -576,7 +576,29 @@ class Override {
 
 }  // namespace
 
-Config load_config(const std::string& path, const std::vector<std::string>& overrides) {
+std::string find_config(const std::string& name) {
+  namespace fs = std::filesystem;
+  const bool plain = !name.empty() && name.find_first_of("/.") == std::string::npos;
+  if (!plain || fs::exists(name)) return name;
+  const fs::path folder = TESSERA_CONFIG_FOLDER;
+  const fs::path file = folder / (name + ".textproto");
+  if (fs::exists(file)) return file.string();
+  std::vector<std::string> ready;
+  std::error_code error;
+  for (const auto& entry : fs::directory_iterator(folder, error)) {
+    const std::string stem = entry.path().stem().string();
+    if (entry.path().extension() == ".textproto" && !stem.ends_with("recipe")) {
+      ready.push_back(stem);
+    }
+  }
+  std::sort(ready.begin(), ready.end());
+  std::string all;
+  for (const std::string& stem : ready) all += (all.empty() ? "" : ", ") + stem;
+  refuse(printable(name) + ": no such file, and no ready config; the ready ones are " + all);
+}
+
+Config load_config(const std::string& name, const std::vector<std::string>& overrides) {
+  const std::string path = find_config(name);
   Config config;
   TextFormat::ParseInfoTree places;
   parse_file(path, read_text(path), config, places);

@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "launch/audit_command.h"
 #include "launch/ckpt_command.h"
 #include "launch/data_command.h"
 #include "launch/plan_command.h"
@@ -39,6 +40,7 @@ int main(int argc, char** argv) {
     tessera::add_data_command(app);
     tessera::add_tokenize_command(app);
     tessera::add_ckpt_command(app, exit_code);
+    tessera::add_audit_command(app, exit_code);
     app.parse(argc, argv);
   } catch (const CLI::ParseError& error) {
     if (error.get_exit_code() == 0) return app.exit(error);  // --help, --version

@@ -1,0 +1,219 @@
+#include "launch/audit_command.h"
+
+#include <algorithm>
+#include <cstdio>
+#include <filesystem>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "data/publish.h"
+#include "data/recipe.h"
+#include "launch/audit.h"
+#include "launch/audit_certificate.h"
+#include "launch/config.h"
+#include "launch/together.h"
+#include "parallel/checkpoint.h"
+#include "runtime/error.h"
+
+namespace tessera {
+namespace {
+
+namespace fs = std::filesystem;
+
+struct AuditArguments {
+  std::string config;
+  std::vector<std::string> overrides;
+  std::string checkpoint;
+  std::string out;
+  AuditOptions options;
+  bool json = false;
+};
+
+// The lines of the model alone; its length may differ, for no parameter depends on it.
+std::string model_lines(const std::string& numerics) {
+  std::string lines;
+  for (std::size_t begin = 0; begin < numerics.size();) {
+    const std::size_t end = std::min(numerics.find('\n', begin), numerics.size());
+    const std::string line = numerics.substr(begin, end - begin);
+    if (line.starts_with("model.") && !line.starts_with("model.length=")) lines += line + "\n";
+    begin = end + 1;
+  }
+  return lines;
+}
+
+// Parameters come from the file, on each rank all of them.
+void read_parameters(AuditSubject& subject, const std::string& path, Communicator& alone) {
+  subject.parameters = [path, &alone](std::span<const ParameterSpec> parameters,
+                                      std::span<const View> values) {
+    std::vector<CheckpointArray> arrays;
+    for (std::size_t i = 0; i < parameters.size(); ++i) {
+      arrays.push_back({"params/" + parameters[i].name,
+                        parameters[i].shape,
+                        {{0, values[i].count(), values[i].as<float>()}}});
+    }
+    read_checkpoint(alone, path, arrays);
+  };
+}
+
+// Rank 0 reads the config; the others get it.
+Config read_config(AuditArguments& arguments, AuditedModel& model, Communicator& communicator) {
+  std::string bytes, step;
+  together(communicator, "read config", [&] {
+    if (communicator.rank() != 0) return;
+    fs::path checkpoint = arguments.checkpoint;
+    if (arguments.config.empty()) {
+      if (checkpoint.empty()) {
+        throw Error(ExitCode::kUsage, "--config or --checkpoint is required");
+      }
+      arguments.config = (fs::absolute(checkpoint).parent_path().parent_path() / "config.textproto")
+                             .lexically_normal()
+                             .string();
+      if (!fs::exists(arguments.config)) {
+        throw Error(ExitCode::kUsage, arguments.config +
+                                          ": no such file; name the checkpoint's config by "
+                                          "--config");
+      }
+    }
+    Config config = load_config(arguments.config, arguments.overrides);
+    if (config.model().length() == 0 && fs::exists(config.data().recipe())) {
+      config.mutable_model()->set_length(read_recipe(config.data().recipe()).sequence_length);
+    }
+    if (!checkpoint.empty()) {
+      const CheckpointMeta meta = read_checkpoint_meta(arguments.checkpoint);
+      const auto text = meta.texts.find("config");
+      const auto differences = compare_numerics(
+          model_lines(text == meta.texts.end() ? "" : text->second), model_lines(numerics(config)));
+      if (!differences.empty()) {
+        throw Error(ExitCode::kUsage, differences[0].path + ": " + arguments.checkpoint + " has " +
+                                          differences[0].saved + ", the config has " +
+                                          differences[0].now);
+      }
+      step = std::to_string(meta.step);
+    }
+    if (arguments.out.empty()) {
+      arguments.out =
+          checkpoint.empty()
+              ? "runs/" + fs::path(arguments.config).stem().string() + "/audit"
+              : (fs::absolute(checkpoint).parent_path().parent_path() / "audit").string();
+    }
+    bytes = config.SerializeAsString();
+  });
+  communicator.broadcast("config", bytes, 0);
+  communicator.broadcast("config", arguments.config, 0);
+  communicator.broadcast("config", step, 0);
+  Config config;
+  TESSERA_CHECK(config.ParseFromString(bytes));
+  model.config = arguments.config;
+  model.checkpoint = arguments.checkpoint;
+  model.step = step.empty() ? 0 : std::stoll(step);
+  model.seed = config.train().seed();
+  model.length = config.model().length();
+  return config;
+}
+
+void print(const AuditedModel& model, const AuditResult& result, const std::string& folder) {
+  std::printf("%s: %lld layers, %lld parameters%s, f32, length %lld, %zu + %zu changed tokens\n",
+              model.config.c_str(), static_cast<long long>(result.layers.size()),
+              static_cast<long long>(model.parameters),
+              model.checkpoint.empty() ? (" from seed " + std::to_string(model.seed)).c_str()
+                                       : (" of " + model.checkpoint).c_str(),
+              static_cast<long long>(result.plan.length), result.plan.positions.size(),
+              result.plan.in_document.size());
+  double largest = 0.0;
+  for (const AuditLayer& layer : result.layers) {
+    largest = std::max({largest, layer.time.largest, layer.document.largest});
+  }
+  std::printf("largest difference %.3g; ", largest);
+  if (result.sweep) std::printf("it grows with slope %.2f; ", result.sweep->slope);
+  std::printf("control %lld/%zu\n", static_cast<long long>(result.localised),
+              result.control.size());
+  for (const AuditInjection& injection : result.control) {
+    if (injection.localised()) continue;
+    std::printf("  not localised: %s in layer %lld, delta %.3g\n", name_of(injection.fault),
+                static_cast<long long>(injection.layer), injection.largest);
+  }
+  std::printf("certificate: %s/audit.json, audit.md\n%s\n", folder.c_str(),
+              verdict_line(result).c_str());
+}
+
+int audit_command(AuditArguments arguments, Communicator& communicator) {
+  AuditedModel model;
+  const Config config = read_config(arguments, model, communicator);
+  Device device(static_cast<int>(config.execution().threads()));
+  AuditSubject subject = initialised_subject(config.model(), config.train().seed(), device);
+  Communicator alone(MPI_COMM_SELF);
+  if (!arguments.checkpoint.empty()) read_parameters(subject, arguments.checkpoint, alone);
+  ModelConfig counted = config.model();
+  counted.set_length(1);
+  model.parameters = Stack(counted).parameter_count();
+  const bool speaks = communicator.rank() == 0 && !arguments.json;
+  const AuditResult result =
+      audit(subject, arguments.options, device, communicator, [&](std::int64_t layer) {
+        if (!speaks) return;
+        std::fprintf(stderr, "\rlayer %lld", static_cast<long long>(layer));
+        std::fflush(stderr);
+      });
+  if (speaks) std::fprintf(stderr, "\r            \r");
+  together(communicator, "write certificate", [&] {
+    if (communicator.rank() != 0) return;
+    const nlohmann::ordered_json json = certificate_json(model, result);
+    make_folders(arguments.out);
+    publish_file(arguments.out + "/audit.json", json.dump(2) + "\n");
+    publish_file(arguments.out + "/audit.md", certificate_page(model, result));
+    if (arguments.json) {
+      std::printf("%s\n", json.dump(2).c_str());
+    } else {
+      print(model, result, arguments.out);
+    }
+  });
+  return static_cast<int>(result.verdict == AuditVerdict::kClean ? ExitCode::kDone : ExitCode::kNo);
+}
+
+int run_audit(const AuditArguments& arguments) {
+  const MpiSession session(nullptr, nullptr);
+  Communicator communicator(MPI_COMM_WORLD);
+  try {
+    return audit_command(arguments, communicator);
+  } catch (const AgreedError& error) {
+    if (communicator.rank() == 0) std::fprintf(stderr, "tessera: %s\n", error.what());
+    return static_cast<int>(error.code());
+  } catch (const std::exception& error) {
+    // This rank's alone: the others can't be asked any more.
+    const auto* ours = dynamic_cast<const Error*>(&error);
+    std::fprintf(stderr, "tessera: %s\n", error.what());
+    std::fflush(stderr);
+    MpiSession::abort(ours != nullptr ? ours->code() : ExitCode::kInternal);
+  }
+}
+
+}  // namespace
+
+void add_audit_command(CLI::App& app, int& exit_code) {
+  auto arguments = std::make_shared<AuditArguments>();
+  CLI::App* command = app.add_subcommand(
+      "audit", "Prove that no position sees a later token or another document; exit 1 if one does");
+  command->footer(
+      "Examples:\n  tessera audit --config latin7_small\n"
+      "  launch/run -n 2 build/release/tessera audit --checkpoint "
+      "runs/first/checkpoints/step-00000100.h5");
+  command->add_option("--config", arguments->config,
+                      "Config: a file or a ready one's name; parameters from its train.seed");
+  command->add_option("--set", arguments->overrides, "path=value, overrides a field; repeatable")
+      ->expected(1)
+      ->multi_option_policy(CLI::MultiOptionPolicy::TakeAll);
+  command->add_option("--checkpoint", arguments->checkpoint,
+                      "Parameters from here; its run's config unless --config names one");
+  command
+      ->add_option("--length", arguments->options.length,
+                   "Positions; default: by the rule from the layers' windows, chunks and blocks")
+      ->check(CLI::Range(2, 1 << 24));
+  command->add_option("--seed", arguments->options.seed, "Of tokens and positions")
+      ->capture_default_str();
+  command->add_option("--out", arguments->out,
+                      "Folder for audit.json and audit.md; default: audit in the run's folder");
+  command->add_flag("--json", arguments->json, "Print the certificate's JSON");
+  command->callback([arguments, &exit_code] { exit_code = run_audit(*arguments); });
+}
+
+}  // namespace tessera
