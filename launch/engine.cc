@@ -10,10 +10,11 @@
 namespace tessera {
 namespace {
 
-std::vector<BufferSpec> buffers_of(const UnitSpec& unit) {
+std::vector<BufferSpec> buffers_of(const UnitSpec& unit, DType compute) {
   std::vector<BufferSpec> buffers;
   for (const ParameterSpec& parameter : unit.parameters) {
-    buffers.push_back({parameter.name, DType::kF32, parameter.shape});
+    const DType dtype = parameter.full_precision ? DType::kF32 : compute;
+    buffers.push_back({parameter.name, dtype, parameter.shape});
   }
   return buffers;
 }
@@ -65,12 +66,14 @@ EnginePlan::EnginePlan(const Stack& stack, const EngineOptions& options)
       units_(stack.units()),
       share_(options.accumulate, options.quanta, options.ranks, options.order) {
   const BatchShape shape = options.quantum;
-  for (const UnitSpec& unit : units_) layouts_.emplace_back(unit.name, buffers_of(unit));
+  for (const UnitSpec& unit : units_) {
+    layouts_.emplace_back(unit.name, buffers_of(unit, compute_));
+  }
 
   std::int64_t scratch = 0, saved = 0;
   std::vector<std::int64_t> gathered, gradients, workspaces;
   for (std::size_t u = 0; u < units_.size(); ++u) {
-    gathered.push_back(layouts_[u].count() * size_of(compute_));
+    gathered.push_back(layouts_[u].gathered_bytes(layouts_[u].count()));
     gradients.push_back(layouts_[u].count() * size_of(DType::kF32));
     workspaces.push_back(CanonicalSum::workspace(layouts_[u], share_, options.rank).bytes());
     scratch = std::max(scratch, Layout(scratch_of(stack, units_[u], shape)).bytes());
@@ -83,12 +86,13 @@ EnginePlan::EnginePlan(const Stack& stack, const EngineOptions& options)
                            gathered);
   }
   for (std::size_t u = 0; u < units_.size(); ++u) {
-    const std::int64_t slice = layouts_[u].slice(options.rank, options.ranks).count() * 4;
+    const std::int64_t slice =
+        layouts_[u].slice(options.rank, options.ranks).count() * size_of(DType::kF32);
     const std::string& name = units_[u].name;
     UnitBookings bookings{};
     bookings.weights = book("master parameters", name, slice);
-    bookings.rounded = rounds() ? book("rounded parameters", name, slice / 4 * size_of(compute_))
-                                : bookings.weights;
+    bookings.rounded =
+        rounds() ? book("rounded parameters", name, gathered_slice_bytes(u)) : bookings.weights;
     bookings.first = book("optimiser moments", name + " first", slice);
     bookings.second = book("optimiser moments", name + " second", slice);
     bookings.sum = book("gradient sums", name,
@@ -139,6 +143,12 @@ std::vector<std::size_t> EnginePlan::book_turns(const char* category, std::size_
   return bookings;
 }
 
+// This rank's part of what is gathered of a unit.
+std::int64_t EnginePlan::gathered_slice_bytes(std::size_t u) const {
+  const Slice slice = layouts_[u].slice(options_.rank, options_.ranks);
+  return layouts_[u].gathered_bytes(slice.end) - layouts_[u].gathered_bytes(slice.begin);
+}
+
 EnginePlan::Communication EnginePlan::communication() const {
   Communication result;
   const int ranks = options_.ranks;
@@ -150,8 +160,7 @@ EnginePlan::Communication EnginePlan::communication() const {
     std::size_t& holder = held[turn(u, held.size())];
     if (holder == u) return;
     holder = u;
-    result.gather_bytes +=
-        layouts_[u].slice(options_.rank, ranks).count() * size_of(compute_) * (ranks - 1);
+    result.gather_bytes += gathered_slice_bytes(u) * (ranks - 1);
   };
   for (std::int64_t round = 0; round < share_.rounds(); ++round) {
     for (std::size_t u = 0; u < units_.size(); ++u) need(u);
@@ -193,12 +202,14 @@ Engine::Engine(const Stack& stack, const EnginePlan& plan, Device& device,
     unit.weights = arena_.view(bookings.weights, DType::kF32, {slice.count()});
     unit.first = arena_.view(bookings.first, DType::kF32, {slice.count()});
     unit.second = arena_.view(bookings.second, DType::kF32, {slice.count()});
-    unit.rounded = arena_.view(bookings.rounded, plan.compute(), {slice.count()});
+    const std::int64_t word = size_of(plan.compute());
+    unit.rounded =
+        arena_.view(bookings.rounded, plan.compute(), {plan.gathered_slice_bytes(u) / word});
     unit.whole = options.ranks == 1
                      ? unit.rounded
                      : arena_.view(plan.gathered_[EnginePlan::turn(u, plan.gathered_.size())],
-                                   plan.compute(), {layout.count()});
-    unit.parameters = layout.views(unit.whole);
+                                   plan.compute(), {layout.gathered_bytes(layout.count()) / word});
+    unit.parameters = layout.gathered_views(unit.whole);
     const auto add_gradient = [&](const View& whole) {
       unit.gradients.push_back({whole, layout.views(whole)});
     };
@@ -218,7 +229,14 @@ Engine::Engine(const Stack& stack, const EnginePlan& plan, Device& device,
         arena_.view(plan.workspaces_[EnginePlan::turn(u, plan.workspaces_.size())], workspace.dtype,
                     workspace.shape));
     unit.pieces = layout.pieces(slice);
-    unit.bounds = layout.bounds(options.ranks);
+    unit.bounds = layout.gathered_bounds(options.ranks, plan.compute());
+    for (const Piece& piece : unit.pieces) {
+      const std::int64_t begin = slice.begin + piece.offset;
+      std::byte* const at =
+          unit.rounded.raw() + layout.gathered_bytes(begin) - layout.gathered_bytes(slice.begin);
+      unit.rounded_pieces.emplace_back(layout.parameter(piece.parameter).dtype,
+                                       Shape{piece.count()}, at);
+    }
     units_.push_back(std::move(unit));
   }
   gathered_ = std::vector<Gathered>(plan.gathered_.size());
@@ -278,7 +296,12 @@ void Engine::release() {
 void Engine::weights_changed() {
   release();
   for (Unit& unit : units_) {
-    if (plan_.rounds()) convert(device_.queue(), unit.rounded, unit.weights);
+    if (!plan_.rounds()) continue;
+    for (std::size_t i = 0; i < unit.pieces.size(); ++i) {
+      const Piece& piece = unit.pieces[i];
+      convert(device_.queue(), unit.rounded_pieces[i],
+              unit.weights.slice(piece.offset, piece.offset + piece.count()));
+    }
   }
 }
 
@@ -416,16 +439,20 @@ StepResult Engine::step(const OptimConfig& config, double rate, std::int64_t cou
     const auto layers = static_cast<std::int64_t>(stack_.blocks().size());
     for (std::size_t u = 0; u < units_.size(); ++u) {
       const UnitSpec& spec = plan_.units()[u];
-      for (const Piece& piece : units_[u].pieces) {
+      for (std::size_t i = 0; i < units_[u].pieces.size(); ++i) {
+        const Piece& piece = units_[u].pieces[i];
         const ParameterGroup group = parameter_group(config, part_of(spec.kind), spec.layer, layers,
                                                      spec.parameters[piece.parameter].decay);
         const AdamWStep step =
             adamw_step(config, rate, group, state.adam_steps, decision.gradient_scale);
         const std::int64_t begin = piece.offset, end = piece.offset + piece.count();
-        adamw_update(device_.queue(), step, units_[u].weights.slice(begin, end),
-                     units_[u].first.slice(begin, end), units_[u].second.slice(begin, end),
-                     slices_[u].slice(begin, end),
-                     plan_.rounds() ? units_[u].rounded.slice(begin, end) : View());
+        const View weights = units_[u].weights.slice(begin, end);
+        const View& rounded = units_[u].rounded_pieces[i];
+        const bool rounds = rounded.dtype() != DType::kF32;
+        adamw_update(device_.queue(), step, weights, units_[u].first.slice(begin, end),
+                     units_[u].second.slice(begin, end), slices_[u].slice(begin, end),
+                     rounds ? rounded : View());
+        if (plan_.rounds() && !rounds) convert(device_.queue(), rounded, weights);
       }
     }
     release();

@@ -59,6 +59,7 @@ class EnginePlan {
   std::size_t book(const char* category, const std::string& name, std::int64_t bytes);
   std::vector<std::size_t> book_turns(const char* category, std::size_t buffers,
                                       const std::vector<std::int64_t>& bytes_of_units);
+  std::int64_t gathered_slice_bytes(std::size_t unit) const;
   bool overlaps() const { return options_.prefetch && options_.ranks > 1; }
   // Which of so many buffers unit `unit` uses. With two, neighbours take turns: a unit is always
   // followed by the next one or by the one before.
@@ -127,9 +128,9 @@ class Engine {
     std::vector<View> parameters;  // views of `whole`
   };
   struct Unit {
-    View weights, first, second;   // this rank's slice, f32
-    View rounded;                  // this rank's slice in the compute type
-    View whole;                    // gathered, in the compute type
+    View weights, first, second;  // this rank's slice, f32
+    View rounded;  // this rank's slice as it is gathered, in words of the compute type
+    View whole;    // gathered
     std::vector<View> parameters;  // views of `whole`
     // Where the gradient can be made: the buffer that units take turns at, then the sum's own.
     std::vector<Gradient> gradients;
@@ -137,7 +138,8 @@ class Engine {
     std::vector<View> saved, scratch;
     std::unique_ptr<CanonicalSum> sum;
     std::vector<Piece> pieces;         // of this rank's slice
-    std::vector<std::int64_t> bounds;  // of all ranks' slices
+    std::vector<View> rounded_pieces;  // the same pieces of `rounded`, each of its own type
+    std::vector<std::int64_t> bounds;  // of all ranks' slices, in elements of `whole`
   };
   static constexpr std::size_t kNone = SIZE_MAX;
   // A buffer of whole parameters: whose they are, or will be when the transfer is finished.

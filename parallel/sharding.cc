@@ -8,7 +8,7 @@ namespace tessera {
 UnitLayout::UnitLayout(std::string name, std::vector<BufferSpec> parameters)
     : name_(std::move(name)), parameters_(std::move(parameters)) {
   for (const BufferSpec& parameter : parameters_) {
-    TESSERA_CHECK(parameter.dtype == DType::kF32);
+    TESSERA_CHECK(parameter.dtype == DType::kF32 || parameter.dtype == DType::kBF16);
     offsets_.push_back(count_);
     count_ += (parameter.shape.count() + kGranule - 1) / kGranule * kGranule;
   }
@@ -43,11 +43,37 @@ std::vector<Piece> UnitLayout::pieces(const Slice& slice) const {
 }
 
 std::vector<View> UnitLayout::views(const View& whole) const {
-  TESSERA_CHECK(whole.count() == count_);
+  TESSERA_CHECK(whole.count() == count_ && whole.dtype() == DType::kF32);
   std::vector<View> views;
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
     views.emplace_back(whole.dtype(), parameters_[i].shape,
                        whole.raw() + offsets_[i] * size_of(whole.dtype()));
+  }
+  return views;
+}
+
+std::int64_t UnitLayout::gathered_bytes(std::int64_t element) const {
+  TESSERA_CHECK(0 <= element && element <= count_);
+  std::int64_t bytes = 0;
+  for (std::size_t i = 0; i < parameters_.size() && offsets_[i] < element; ++i) {
+    const std::int64_t end = i + 1 < parameters_.size() ? offsets_[i + 1] : count_;
+    bytes += (std::min(element, end) - offsets_[i]) * size_of(parameters_[i].dtype);
+  }
+  return bytes;
+}
+
+std::vector<std::int64_t> UnitLayout::gathered_bounds(int ranks, DType word) const {
+  std::vector<std::int64_t> cuts = bounds(ranks);
+  for (std::int64_t& cut : cuts) cut = gathered_bytes(cut) / size_of(word);
+  return cuts;
+}
+
+std::vector<View> UnitLayout::gathered_views(const View& whole) const {
+  TESSERA_CHECK(whole.bytes() == gathered_bytes(count_));
+  std::vector<View> views;
+  for (std::size_t i = 0; i < parameters_.size(); ++i) {
+    views.emplace_back(parameters_[i].dtype, parameters_[i].shape,
+                       whole.raw() + gathered_bytes(offsets_[i]));
   }
   return views;
 }

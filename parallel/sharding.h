@@ -35,8 +35,9 @@ struct Piece {
 };
 
 // The flat buffer [count()] f32 of a unit: each parameter at the next multiple of kGranule, the
-// rest padding. Padding is zero in parameters, gradients and moments alike: whoever fills a buffer
-// clears it first, and no one writes there.
+// rest padding. What is gathered to compute with has the same order, each parameter and the padding
+// behind it in the type that its BufferSpec says, f32 or bf16. Padding is zero in parameters,
+// gradients and moments alike: whoever fills a buffer clears it first, and no one writes there.
 class UnitLayout {
  public:
   UnitLayout(std::string name, std::vector<BufferSpec> parameters);
@@ -53,8 +54,15 @@ class UnitLayout {
   std::int64_t largest_slice(int ranks) const;
   // In order of the buffer.
   std::vector<Piece> pieces(const Slice& slice) const;
-  // Every parameter in a whole buffer [count()] of any type.
+  // Every parameter in a whole buffer [count()] f32.
   std::vector<View> views(const View& whole) const;
+
+  // Bytes before an element of the flat buffer in what is gathered; gathered_bytes(count()) is all.
+  std::int64_t gathered_bytes(std::int64_t element) const;
+  // The cuts of bounds(), in elements of `word`: bf16, or f32 where every parameter is f32.
+  std::vector<std::int64_t> gathered_bounds(int ranks, DType word) const;
+  // Every parameter in a whole gathered buffer.
+  std::vector<View> gathered_views(const View& whole) const;
 
  private:
   std::string name_;
@@ -63,9 +71,9 @@ class UnitLayout {
   std::int64_t count_ = 0;
 };
 
-// Collective. mine [slice of this rank] f32, may be its place in whole [layout.count()]. `bounds`
-// are layout.bounds(ranks), kept by the caller. In two parts, `whole` must be left alone until the
-// transfer is finished.
+// Collective. mine: this rank's part, may be its place in whole, both of the words that `bounds` =
+// layout.gathered_bounds(ranks, word) counts, which the caller keeps. In two parts, `whole` must be
+// left alone until the transfer is finished.
 void gather_unit(Communicator& communicator, const UnitLayout& layout,
                  std::span<const std::int64_t> bounds, const View& mine, const View& whole);
 

@@ -87,5 +87,26 @@ TEST(UnitLayout, ViewsLieInTheBuffer) {
   }
 }
 
+TEST(UnitLayout, GatheredBuffersHoldEachParameterInItsType) {
+  const UnitLayout layout = {"layers.0",
+                             {{"q", DType::kBF16, Shape{1500}},
+                              {"rate", DType::kF32, Shape{3}},
+                              {"o", DType::kBF16, Shape{1024}}}};
+  EXPECT_EQ(layout.gathered_bytes(0), 0);
+  EXPECT_EQ(layout.gathered_bytes(1024), 2048);
+  EXPECT_EQ(layout.gathered_bytes(2048), 4096);
+  EXPECT_EQ(layout.gathered_bytes(2050), 4096 + 8);
+  EXPECT_EQ(layout.gathered_bytes(3072), 4096 + 4096);
+  EXPECT_EQ(layout.gathered_bytes(layout.count()), 4096 + 4096 + 2048);
+  EXPECT_EQ(layout.gathered_bounds(4, DType::kBF16),
+            (std::vector<std::int64_t>{0, 1024, 2048, 4096, 5120}));
+  std::vector<std::uint16_t> words(5120);
+  const std::vector<View> views = layout.gathered_views({DType::kBF16, {5120}, words.data()});
+  EXPECT_EQ(views[1].dtype(), DType::kF32);
+  EXPECT_EQ(views[1].raw(), reinterpret_cast<std::byte*>(words.data() + 2048));
+  EXPECT_EQ(views[2].raw(), reinterpret_cast<std::byte*>(words.data() + 4096));
+  EXPECT_EQ(views[2].dtype(), DType::kBF16);
+}
+
 }  // namespace
 }  // namespace tessera
