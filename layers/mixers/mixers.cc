@@ -3,7 +3,11 @@
 #include <array>
 #include <cmath>
 
+#include "layers/mixers/compress/compress.h"
 #include "layers/mixers/full/full.h"
+#include "layers/mixers/linear/linear.h"
+#include "layers/mixers/mamba2/mamba2.h"
+#include "layers/mixers/nsa/nsa.h"
 #include "layers/mixers/sliding/sliding.h"
 #include "runtime/error.h"
 
@@ -13,6 +17,10 @@ namespace {
 constexpr std::array kMixerTypes = {
     MixerType{"full", 'F', make_full},
     MixerType{"sliding", 'S', make_sliding},
+    MixerType{"nsa", 'N', make_nsa},
+    MixerType{"compress", 'C', make_compress},
+    MixerType{"linear", 'L', make_linear},
+    MixerType{"mamba2", 'M', make_mamba2},
 };
 
 // The name of the type that a configuration holds; empty when it holds none.
