@@ -141,13 +141,13 @@ constexpr std::int64_t kTile = kAttentionTile;
 constexpr std::int64_t kRows = kSelectedRows;
 
 // Candidates of a position whose segment starts at `segment`: blocks [begin, end).
-Run candidates(const SelectionShape& shape, std::int64_t t, std::int64_t segment) {
+Range candidates(const SelectionShape& shape, std::int64_t t, std::int64_t segment) {
   return {segment / shape.block_length, t / shape.block_length + 1};
 }
 
 // The sum over compressed blocks of `probabilities`, zero outside [seen.begin, seen.end), times the
 // strides that each shares with block j.
-float importance(const SelectionShape& shape, std::int64_t j, Run seen,
+float importance(const SelectionShape& shape, std::int64_t j, Range seen,
                  const float* probabilities) {
   const std::int64_t pieces = shape.compressed_length / shape.compressed_stride;
   const std::int64_t begin = j * (shape.block_length / shape.compressed_stride);
@@ -166,7 +166,7 @@ struct Ranked {
   float value;
   std::int32_t block;
 };
-void choose_best(const SelectionShape& shape, Run from, Run seen, const float* probabilities,
+void choose_best(const SelectionShape& shape, Range from, Range seen, const float* probabilities,
                  Ranked* best, std::int32_t* chosen) {
   const std::int64_t room = shape.most - 3;
   std::int64_t count = 0;
@@ -299,12 +299,12 @@ void choose_blocks(Queue& queue, const SelectionShape& shape, const View& segmen
     float* const sums = scores + kTile * kTile;
     auto* const best = reinterpret_cast<Ranked*>(sums + kTile * stride);
 
-    std::array<Run, kTile> seen;
+    std::array<Range, kTile> seen;
     std::int64_t first = stride, last = 0;
     for (std::int64_t t = begin; t < end; ++t) {
-      Run& run = seen[static_cast<std::size_t>(t - begin)];
+      Range& run = seen[static_cast<std::size_t>(t - begin)];
       run = visibility.keys_of(t, starts[t]);
-      const Run from = candidates(shape, t, starts[t]);
+      const Range from = candidates(shape, t, starts[t]);
       if (from.end - from.begin <= shape.most || run.begin >= run.end) continue;
       first = std::min(first, run.begin);
       last = std::max(last, run.end);
@@ -322,7 +322,7 @@ void choose_blocks(Queue& queue, const SelectionShape& shape, const View& segmen
                  kTile, width, width},
                 Transpose::kYes, {scores, kTile, kTile, kTile}, false);
         for (std::int64_t r = 0; r < end - begin; ++r) {
-          const Run& run = seen[static_cast<std::size_t>(r)];
+          const Range& run = seen[static_cast<std::size_t>(r)];
           HWY_DYNAMIC_DISPATCH(add_probabilities)
           (scores + r * kTile, std::clamp<std::int64_t>(run.begin - column, 0, kTile),
            std::clamp<std::int64_t>(run.end - column, 0, kTile), static_cast<float>(scale), lse[r],
@@ -332,7 +332,7 @@ void choose_blocks(Queue& queue, const SelectionShape& shape, const View& segmen
     }
     for (std::int64_t t = begin; t < end; ++t) {
       std::int32_t* const chosen = choice.as<std::int32_t>() + (owner * length + t) * shape.most;
-      const Run from = candidates(shape, t, starts[t]);
+      const Range from = candidates(shape, t, starts[t]);
       if (from.end - from.begin > shape.most) {
         choose_best(shape, from, seen[static_cast<std::size_t>(t - begin)],
                     sums + (t - begin) * stride, best, chosen);
