@@ -192,7 +192,7 @@ class TileVisibility {
     std::int64_t first = shape.padded_keys(), end = 0;
     for (std::int64_t r = 0; r < kTile; ++r) {
       const std::int64_t i = query_tile * kTile + r;
-      Run& run = runs_[static_cast<std::size_t>(r)];
+      Range& run = runs_[static_cast<std::size_t>(r)];
       if (i < length) run = shape.visibility.keys_of(i, starts[i]);
       if (run.begin >= run.end) continue;
       first = std::min(first, run.begin);
@@ -213,7 +213,7 @@ class TileVisibility {
   }
 
  private:
-  std::array<Run, kTile> runs_;
+  std::array<Range, kTile> runs_;
   std::int64_t first_tile_, end_tile_;
 };
 
@@ -383,7 +383,7 @@ void attention_backward(Queue& queue, const AttentionShape& shape, const View& s
       const Matrix value = tile_of(v, values * key_tiles + key_tile);
       const Matrix d_value = tile_of(d_v, piece * key_tiles + key_tile);
       // No other query sees one of these keys.
-      const Run queries =
+      const Range queries =
           shape.visibility.queries_of({key_tile * kTile, (key_tile + 1) * kTile}, length);
       bool more = false;
       for (std::int64_t query_tile = queries.begin / kTile;

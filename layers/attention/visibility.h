@@ -10,7 +10,7 @@
 namespace tessera {
 
 // [begin, end); empty when begin >= end.
-struct Run {
+struct Range {
   std::int64_t begin = 0, end = 0;
 };
 
@@ -29,12 +29,12 @@ class Visibility {
     return length < block_ ? 0 : (length - block_) / stride_ + 1;
   }
   // What position i sees, whose segment starts at `segment`.
-  Run keys_of(std::int64_t i, std::int64_t segment) const {
+  Range keys_of(std::int64_t i, std::int64_t segment) const {
     const std::int64_t first = std::max(segment, i < window_ ? 0 : i - window_ + 1);
     return {divide(first + stride_ - 1), i + 1 < block_ ? 0 : divide(i + 1 - block_) + 1};
   }
   // The positions that see one of the keys [keys.begin, keys.end) when all are of one segment.
-  Run queries_of(Run keys, std::int64_t length) const {
+  Range queries_of(Range keys, std::int64_t length) const {
     const std::int64_t last = (keys.end - 1) * stride_;
     return {keys.begin * stride_ + block_ - 1, last < length - window_ ? last + window_ : length};
   }

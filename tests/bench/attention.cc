@@ -2,6 +2,7 @@
 #include "layers/attention/attention.h"
 
 #include <CLI/CLI.hpp>
+#include <array>
 #include <cmath>
 #include <string>
 #include <vector>
@@ -21,38 +22,40 @@ struct Times {
 Times measure(Device& device, DType dtype, std::int64_t length, std::int64_t window) {
   Queue& queue = device.queue();
   const BatchShape batch{1, length, queue.threads()};
-  const AttentionShape shape{batch, kHeads, kHeads, kHeadWidth, window};
+  const AttentionShape shape{batch,      kHeads,     kHeads,
+                             kHeadWidth, kHeadWidth, Visibility::tokens(window)};
   const Memory q(device, dtype, shape.queries());
   const Memory k(device, dtype, shape.keys());
-  const Memory v(device, dtype, shape.keys());
+  const Memory v(device, dtype, shape.values());
   const Memory out(device, dtype, {length, kHeads * kHeadWidth});
   const Memory d_out(device, dtype, {length, kHeads * kHeadWidth});
   const Memory log_sum_exp(device, DType::kF32, shape.rows());
-  const Memory d_out_by_head(device, dtype, shape.queries());
+  const Memory d_out_by_head(device, dtype, shape.d_out_by_head());
   const Memory delta(device, DType::kF32, shape.rows());
   const Memory d_q(device, DType::kF32, shape.queries());
-  const Memory d_k(device, DType::kF32, shape.queries());
-  const Memory d_v(device, DType::kF32, shape.queries());
+  const Memory d_k(device, DType::kF32, shape.d_keys());
+  const Memory d_v(device, DType::kF32, shape.d_values());
   const Memory room(device, DType::kF32, shape.tile_room());
   const Memory segments(device, DType::kI32, {1, length});  // zeros: one document
   const double scale = 1.0 / std::sqrt(static_cast<double>(kHeadWidth));
-  const std::vector<double> seconds = alternate(
-      {[&] {
-         attention_forward(queue, shape, segments.view(), scale, q.view(), k.view(), v.view(),
-                           out.view(), log_sum_exp.view(), room.view());
-       },
-       [&] {
-         attention_backward(queue, shape, segments.view(), scale, q.view(), k.view(), v.view(),
-                            out.view(), log_sum_exp.view(), d_out.view(), d_out_by_head.view(),
-                            delta.view(), d_q.view(), d_k.view(), d_v.view(), room.view());
-       }},
-      5);
+  const std::vector<double> seconds =
+      alternate({[&] {
+                   attention_forward(queue, shape, segments.view(), scale, q.view(), k.view(),
+                                     v.view(), out.view(), log_sum_exp.view(), room.view());
+                 },
+                 [&] {
+                   attention_backward(queue, shape, segments.view(), scale, std::array{1.0F},
+                                      q.view(), k.view(), v.view(), out.view(), log_sum_exp.view(),
+                                      d_out.view(), d_out_by_head.view(), delta.view(), d_q.view(),
+                                      d_k.view(), d_v.view(), room.view());
+                 }},
+                5);
   return {seconds[0], seconds[1]};
 }
 
 // Two products of T x (keys seen) x head width forward, five backward (the scores once more).
 double forward_operations(std::int64_t length, std::int64_t window) {
-  return 4.0 * mean_visible_keys(length, window) *
+  return 4.0 * Visibility::tokens(window).mean_keys(length) *
          static_cast<double>(length * kHeads * kHeadWidth);
 }
 
@@ -90,7 +93,7 @@ int main(int argc, char** argv) {
   Device device(threads);
   for (const DType dtype : {DType::kF32, DType::kBF16}) {
     if (!has_products(dtype)) continue;
-    bench::table_of(device, dtype, "full, causal", {512, 2048, 8192}, AttentionShape::kNoWindow);
+    bench::table_of(device, dtype, "full, causal", {512, 2048, 8192}, Visibility::kNoWindow);
     bench::table_of(device, dtype, "sliding, window " + std::to_string(window),
                     {2048, 4096, 8192, 16384, 32768}, window);
   }

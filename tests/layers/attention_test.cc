@@ -1,5 +1,9 @@
 #include "layers/attention/attention.h"
 
+#include <array>
+#include <ostream>
+#include <span>
+
 #include "layers/rope/rope.h"
 #include "tests/layers/testing.h"
 #include "tests/reference/attention.h"
@@ -7,34 +11,57 @@
 namespace tessera::testing {
 namespace {
 
-constexpr std::int64_t kAll = AttentionShape::kNoWindow;
+constexpr std::int64_t kAll = Visibility::kNoWindow;
 
 struct Case {
   std::int64_t batch, length, heads, key_value_heads, width, window;
   std::vector<std::int64_t> starts = {0};
+  std::int64_t value_width = width;
+  std::int64_t maps = 1;
+  std::int64_t block = 1, stride = 1;
+
+  Visibility visibility() const {
+    return block == 1 ? Visibility::tokens(window) : Visibility::blocks(block, stride);
+  }
 };
+std::ostream& operator<<(std::ostream& out, const Case& c) {
+  return out << c.batch << " x " << c.length << ", heads " << c.heads << "/" << c.key_value_heads
+             << " of " << c.width << ", values of " << c.value_width << ", maps " << c.maps
+             << ", window " << c.window << ", blocks of " << c.block << " every " << c.stride
+             << ", documents " << c.starts.size();
+}
+
+constexpr std::array kWeights = {1.0F, -0.6F};  // of the maps
 
 // Attention alone: operands by row, as projections give them, and by head, as it takes them.
 struct AttentionRun {
   explicit AttentionRun(const Case& c, int threads = 1, double deviation = 1.0)
-      : shape{{c.batch, c.length, threads}, c.heads, c.key_value_heads, c.width, c.window},
+      : given(c),
+        shape{{c.batch, c.length, threads},
+              c.heads,
+              c.key_value_heads,
+              c.width,
+              c.value_width,
+              c.visibility(),
+              c.maps},
+        key_batch{c.batch, shape.visibility.keys(c.length), threads},
         inputs(c.batch, c.length, threads, c.starts),
         queue(threads),
-        rows({{"q", DType::kF32, row_shape(c.heads)},
-              {"k", DType::kF32, row_shape(c.key_value_heads)},
-              {"v", DType::kF32, row_shape(c.key_value_heads)},
-              {"out", DType::kF32, row_shape(c.heads)},
-              {"d_out", DType::kF32, row_shape(c.heads)},
-              {"d_q", DType::kF32, row_shape(c.heads)},
-              {"d_k", DType::kF32, row_shape(c.key_value_heads)},
-              {"d_v", DType::kF32, row_shape(c.key_value_heads)}}),
+        rows({{"q", DType::kF32, {shape.batch.rows(), c.heads * c.maps * c.width}},
+              {"k", DType::kF32, {key_batch.rows(), c.key_value_heads * c.maps * c.width}},
+              {"v", DType::kF32, {key_batch.rows(), c.key_value_heads * c.value_width}},
+              {"out", DType::kF32, shape.out()},
+              {"d_out", DType::kF32, shape.d_out()},
+              {"d_q", DType::kF32, {shape.batch.rows(), c.heads * c.maps * c.width}},
+              {"d_k", DType::kF32, {key_batch.rows(), c.key_value_heads * c.maps * c.width}},
+              {"d_v", DType::kF32, {key_batch.rows(), c.key_value_heads * c.value_width}}}),
         by_head({{"q", DType::kF32, shape.queries()},
                  {"k", DType::kF32, shape.keys()},
-                 {"v", DType::kF32, shape.keys()},
+                 {"v", DType::kF32, shape.values()},
                  {"d_q", DType::kF32, shape.queries()},
-                 {"d_k", DType::kF32, shape.queries()},
-                 {"d_v", DType::kF32, shape.queries()},
-                 {"d_out", DType::kF32, shape.queries()},
+                 {"d_k", DType::kF32, shape.d_keys()},
+                 {"d_v", DType::kF32, shape.d_values()},
+                 {"d_out", DType::kF32, shape.d_out_by_head()},
                  {"lse", DType::kF32, shape.rows()},
                  {"delta", DType::kF32, shape.rows()},
                  {"tiles", DType::kF32, shape.tile_room()}}) {
@@ -43,27 +70,26 @@ struct AttentionRun {
     fill_normal(rows[2], "v");
     fill_normal(rows[4], "d_out");
   }
-  Shape row_shape(std::int64_t heads) const {
-    return {shape.batch.rows(), heads * shape.head_width};
-  }
-  double scale() const { return 1.0 / std::sqrt(static_cast<double>(shape.head_width)); }
+  double scale() const { return 1.0 / std::sqrt(static_cast<double>(shape.key_width)); }
   void forward() {
     for (std::size_t i = 0; i < 3; ++i)
-      split_heads(queue, shape.batch, nullptr, rows[i], by_head[i]);
+      split_heads(queue, i == 0 ? shape.batch : key_batch, nullptr, rows[i], by_head[i]);
     attention_forward(queue, shape, inputs.batch.segments, scale(), by_head[0], by_head[1],
                       by_head[2], rows[3], by_head[7], by_head[9]);
   }
   void backward() {
-    attention_backward(queue, shape, inputs.batch.segments, scale(), by_head[0], by_head[1],
-                       by_head[2], rows[3], by_head[7], rows[4], by_head[6], by_head[8], by_head[3],
-                       by_head[4], by_head[5], by_head[9]);
+    attention_backward(queue, shape, inputs.batch.segments, scale(),
+                       std::span(kWeights).first(static_cast<std::size_t>(shape.maps)), by_head[0],
+                       by_head[1], by_head[2], rows[3], by_head[7], rows[4], by_head[6], by_head[8],
+                       by_head[3], by_head[4], by_head[5], by_head[9]);
     merge_heads(queue, shape.batch, nullptr, 1, by_head[3], rows[5]);
-    merge_heads(queue, shape.batch, nullptr, shape.group(), by_head[4], rows[6]);
-    merge_heads(queue, shape.batch, nullptr, shape.group(), by_head[5], rows[7]);
+    merge_heads(queue, key_batch, nullptr, shape.group(), by_head[4], rows[6]);
+    merge_heads(queue, key_batch, nullptr, shape.group(), by_head[5], rows[7]);
   }
+  // Of one map.
   reference::Attention reference_of() const {
-    return {shape.batch.batch, shape.batch.length, shape.heads,    shape.key_value_heads,
-            shape.head_width,  shape.window,       inputs.segments};
+    return {given.batch,  given.length,    given.heads,       given.key_value_heads, given.width,
+            given.window, inputs.segments, given.value_width, given.block,           given.stride};
   }
   std::vector<float> results() const {
     std::vector<float> all;
@@ -73,11 +99,23 @@ struct AttentionRun {
     }
     return all;
   }
+  Case given;
   AttentionShape shape;
+  BatchShape key_batch;
   TestBatch inputs;
   Queue queue;
   Buffers rows, by_head;
 };
+
+// The part of one map in an array [..., maps, width].
+reference::Array map_of(const reference::Array& all, std::int64_t map, std::int64_t maps,
+                        std::int64_t width) {
+  reference::Array part;
+  for (std::int64_t i = 0; i < static_cast<std::int64_t>(all.size()); ++i) {
+    if (i / width % maps == map) part.push_back(all[static_cast<std::size_t>(i)]);
+  }
+  return part;
+}
 
 void expect_reference(AttentionRun& run, std::int64_t scores_magnitude = 1) {
   run.forward();
@@ -85,18 +123,35 @@ void expect_reference(AttentionRun& run, std::int64_t scores_magnitude = 1) {
   const reference::Array q = to_double(run.rows[0]), k = to_double(run.rows[1]),
                          v = to_double(run.rows[2]), d_out = to_double(run.rows[4]);
   const reference::Attention attention = run.reference_of();
-  reference::Array d_q(q.size()), d_k(k.size()), d_v(v.size());
-  attention.backward(q, k, v, d_out, d_q, d_k, d_v);
+  const std::int64_t maps = run.shape.maps, width = run.shape.key_width;
   // A score's error goes into its probability times the score's size; a query sums over the keys
   // and the width, a key over the queries of its group.
-  const std::int64_t length = (run.shape.batch.length * run.shape.group() + run.shape.head_width) *
-                              scores_magnitude * scores_magnitude;
-  expect_close("out", run.rows[3], attention.forward(q, k, v), length);
+  const std::int64_t length =
+      (run.shape.batch.length * run.shape.group() + width) * scores_magnitude * scores_magnitude;
   // The gradient of a score is a difference, which cancels altogether where one key is all that is
   // seen; its terms are as large as the products of d_out and v.
   const double d_score = largest(d_out) * largest(v) * run.scale();
-  expect_close("d_q", run.rows[5], d_q, length, d_score * largest(k));
-  expect_close("d_k", run.rows[6], d_k, length, d_score * largest(q));
+  reference::Array d_v(v.size());
+  for (std::int64_t map = 0; map < maps; ++map) {
+    const auto part = [&](const reference::Array& all, std::int64_t of) {
+      return map_of(all, map, maps, of);
+    };
+    const auto found = [&](const View& view, std::int64_t of) {
+      std::vector<float> floats;
+      for (const double value : part(to_double(view), of)) {
+        floats.push_back(static_cast<float>(value));
+      }
+      return floats;
+    };
+    const reference::Array q_m = part(q, width), k_m = part(k, width);
+    reference::Array d_q(q_m.size()), d_k(k_m.size()), d_map = d_out;
+    for (double& value : d_map) value *= kWeights[static_cast<std::size_t>(map)];
+    attention.backward(q_m, k_m, v, d_map, d_q, d_k, d_v);
+    expect_close("out", found(run.rows[3], run.shape.value_width).data(),
+                 attention.forward(q_m, k_m, v), length);
+    expect_close("d_q", found(run.rows[5], width).data(), d_q, length, d_score * largest(k));
+    expect_close("d_k", found(run.rows[6], width).data(), d_k, length, d_score * largest(q));
+  }
   expect_close("d_v", run.rows[7], d_v, length);
 }
 
@@ -120,12 +175,24 @@ TEST(Attention, AgreesWithFloat64) {
       {1, 131, 4, 2, 8, kAll, {0, 1, 40, 64, 65, 129}},
       {2, 197, 2, 1, 8, 33, {0, 63, 64, 100, 190}},
       {1, 320, 2, 2, 4, kAll, {0, 256}},
+      // Values wider and narrower than keys.
+      {2, 131, 4, 2, 4, kAll, {0, 40}, 10},
+      {1, 200, 2, 1, 12, 33, {0, 129}, 3},
+      // Two maps that share the values.
+      {1, 1, 1, 1, 2, kAll, {0}, 4, 2},
+      {2, 131, 4, 2, 4, kAll, {0, 50}, 8, 2},
+      {1, 260, 6, 2, 3, 65, {0, 128, 140}, 7, 2},
+      // Blocks: none at all, one, a document's start within blocks and at their edges, many tiles.
+      {2, 31, 4, 2, 6, kAll, {0}, 6, 1, 32, 16},
+      {1, 32, 2, 1, 6, kAll, {0}, 6, 1, 32, 16},
+      {1, 33, 2, 1, 6, kAll, {0}, 4, 1, 32, 16},
+      {2, 130, 4, 2, 6, kAll, {0, 7, 64, 97}, 6, 1, 32, 16},
+      {1, 300, 2, 1, 4, kAll, {0, 130}, 4, 1, 2, 1},
+      {1, 401, 2, 1, 4, kAll, {0, 255, 257}, 5, 2, 6, 3},
+      {1, 90, 2, 2, 4, kAll, {0}, 4, 1, 3, 7},
   };
   for (const Case& c : cases) {
-    SCOPED_TRACE(::testing::Message()
-                 << c.batch << " x " << c.length << ", heads " << c.heads << "/"
-                 << c.key_value_heads << " of " << c.width << ", window " << c.window
-                 << ", documents " << c.starts.size());
+    SCOPED_TRACE(::testing::Message() << c);
     AttentionRun run(c, 2);
     expect_reference(run);
   }
@@ -162,8 +229,10 @@ TEST(Attention, APositionThatSeesNothingGivesZeroAndGetsNoGradient) {
 }
 
 TEST(Attention, SameBitsForEveryNumberOfThreads) {
-  for (const std::int64_t window : {kAll, std::int64_t{70}}) {
-    const Case c = {2, 211, 4, 2, 16, window, {0, 90, 150}};
+  for (const Case& c :
+       {Case{2, 211, 4, 2, 16, kAll, {0, 90, 150}}, Case{2, 211, 4, 2, 16, 70, {0, 90, 150}},
+        Case{2, 211, 4, 2, 8, kAll, {0, 90, 150}, 16, 2},
+        Case{2, 300, 4, 2, 16, kAll, {0, 90, 150}, 16, 1, 4, 2}}) {
     AttentionRun one(c, 1);
     one.forward();
     one.backward();
@@ -177,16 +246,20 @@ TEST(Attention, SameBitsForEveryNumberOfThreads) {
 }
 
 TEST(Attention, ARowsBitsDontDependOnTheLength) {
-  for (const std::int64_t window : {kAll, std::int64_t{50}}) {
+  for (const Case& c :
+       {Case{1, 300, 2, 1, 24, kAll}, Case{1, 300, 2, 1, 24, 50},
+        Case{1, 300, 2, 1, 12, kAll, {0}, 24, 2}, Case{1, 300, 2, 1, 24, kAll, {0}, 24, 1, 4, 2}}) {
     const auto run_of = [&](std::int64_t length) {
-      AttentionRun run({1, length, 2, 1, 24, window});
+      Case of = c;
+      of.length = length;
+      AttentionRun run(of);
       run.forward();
       return values(run.rows[3]);
     };
     const std::vector<float> longest = run_of(300);
     for (const std::int64_t length : {1, 17, 63, 64, 65, 128, 200, 299}) {
       const std::vector<float> some = run_of(length);
-      EXPECT_TRUE(same_bits(some.data(), longest.data(), length * 48)) << length;
+      EXPECT_TRUE(same_bits(some.data(), longest.data(), length * 48 * c.maps)) << length;
     }
   }
 }
@@ -224,20 +297,43 @@ TEST(Attention, ADocumentInAPackHasTheBitsItHasAlone) {
 }
 
 TEST(Attention, MemoryGrowsWithTheLengthNotItsSquare) {
-  AttentionShape shape = {{1, 4096, 2}, 4, 2, 64, kAll};
+  AttentionShape shape = {{1, 4096, 2}, 4, 2, 64, 64};
   const std::int64_t room = shape.tile_room().count();
   shape.batch.length = 65536;
   EXPECT_EQ(shape.tile_room().count(), room);
 }
 
-TEST(Attention, MeanVisibleKeysIsTheirCount) {
-  for (const std::int64_t length : {1, 2, 7, 64, 101}) {
-    for (const std::int64_t window : {std::int64_t{1}, std::int64_t{3}, std::int64_t{64}, kAll}) {
+// The rule against its definition, pair by pair.
+TEST(Visibility, IsARunOfKeys) {
+  struct Rule {
+    std::int64_t block, stride, window;
+  };
+  for (const Rule& rule : {Rule{1, 1, kAll}, Rule{1, 1, 1}, Rule{1, 1, 7}, Rule{32, 16, kAll},
+                           Rule{2, 1, kAll}, Rule{4, 4, kAll}, Rule{3, 7, kAll}}) {
+    const Visibility sees = rule.block == 1 ? Visibility::tokens(rule.window)
+                                            : Visibility::blocks(rule.block, rule.stride);
+    for (const std::int64_t length : {1, 2, 3, 7, 31, 32, 33, 47, 48, 65, 101}) {
+      std::int64_t keys = 0;
+      while (rule.stride * keys + rule.block <= length) ++keys;
+      ASSERT_EQ(sees.keys(length), keys);
       std::int64_t pairs = 0;
       for (std::int64_t i = 0; i < length; ++i) {
-        for (std::int64_t j = 0; j <= i; ++j) pairs += i - j < window ? 1 : 0;
+        for (const std::int64_t segment : {std::int64_t{0}, i / 3, i / 2 + 1, i}) {
+          const Range run = sees.keys_of(i, segment);
+          for (std::int64_t j = 0; j < keys; ++j) {
+            const std::int64_t first = rule.stride * j;
+            const bool visible =
+                first + rule.block - 1 <= i && i - first < rule.window && first >= segment;
+            ASSERT_EQ(run.begin <= j && j < run.end, visible) << i << " " << j << " " << segment;
+            if (segment > 0) continue;
+            pairs += visible ? 1 : 0;
+            const Range queries = sees.queries_of({j, j + 1}, length);
+            ASSERT_EQ(queries.begin <= i && i < queries.end, visible) << i << " " << j;
+          }
+          if (i == 0) break;  // all the same segment
+        }
       }
-      EXPECT_DOUBLE_EQ(mean_visible_keys(length, window),
+      EXPECT_DOUBLE_EQ(sees.mean_keys(length),
                        static_cast<double>(pairs) / static_cast<double>(length));
     }
   }

@@ -7,7 +7,7 @@
 
 namespace reference {
 
-// Parameters in the order of the layer: q, k, v, o and, with the norm, q_norm, k_norm.
+// Parameters in the order of the layer: q, k, v, with the norm q_norm and k_norm, o.
 struct AttentionMixer {
   Attention attention;
   std::int64_t model_width;
@@ -21,12 +21,12 @@ struct AttentionMixer {
     Array k = linear(x, p[1], model_width, kv_width);
     const Array v = linear(x, p[2], model_width, kv_width);
     if (norm) {
-      q = rms_norm(q, p[4], 1e-6);
-      k = rms_norm(k, p[5], 1e-6);
+      q = rms_norm(q, p[3], 1e-6);
+      k = rms_norm(k, p[4], 1e-6);
     }
     q = rope(q, attention.length, attention.heads, attention.width, theta);
     k = rope(k, attention.length, attention.key_value_heads, attention.width, theta);
-    return linear(attention.forward(q, k, v), p[3], q_width, model_width);
+    return linear(attention.forward(q, k, v), p.back(), q_width, model_width);
   }
 };
 
