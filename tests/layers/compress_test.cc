@@ -26,15 +26,12 @@ std::string text_of(const CompressShape& s, std::int64_t length) {
          " } } }";
 }
 
-std::unique_ptr<Layer> make(const std::string& text, DType compute = DType::kF32) {
+std::unique_ptr<Layer> make(const CompressShape& s, DType compute = DType::kF32) {
+  const std::string text = text_of(s, 4096);
   ModelConfig config;
   EXPECT_TRUE(google::protobuf::TextFormat::ParseFromString(text, &config)) << text;
   return make_mixer("compress", {config, 0, 2, compute});
 }
-std::unique_ptr<Layer> make(const CompressShape& s, DType compute = DType::kF32) {
-  return make(text_of(s, 4096), compute);
-}
-
 reference::CompressedMixer reference_of(const CompressShape& s, const TestBatch& batch) {
   const BatchShape shape = batch.batch.shape;
   return {shape.batch,  shape.length,        s.width,       s.heads, s.key_value_heads,
@@ -57,7 +54,7 @@ TEST(Compress, AgreesWithFloat64) {
   const std::vector<Case> cases = {
       {1, 1, kSmall},
       {2, 7, kSmall},  // one short of a block
-      {1, 8, kSmall},
+      {1, 12, kSmall},
       {2, 33, {7, 3, 1, 5, 8, 4, 3}, {0, 9}},
       {1, 61, {8, 2, 2, 4, 6, 6, 5}},            // blocks side by side
       {1, 47, {8, 4, 1, 4, 12, 3, 5}, {0, 20}},  // a token in four blocks
@@ -76,6 +73,30 @@ TEST(Compress, AgreesWithFloat64) {
           return mixer.forward(x, p);
         },
         sums(c.shape, c.length));
+  }
+}
+
+// One block, which its last position takes whole: the gradients of queries and keys cancel
+// altogether, and their terms are as large as those of the values.
+TEST(Compress, OneBlockAgreesWithFloat64) {
+  const TestBatch batch(1, 8, 1);
+  const auto layer = make(kSmall);
+  LayerRun run(*layer, batch, kSmall.width);
+  run.forward();
+  run.backward();
+  const reference::CompressedMixer mixer = reference_of(kSmall, batch);
+  const reference::Array x = to_double(run.in()), d_out = to_double(run.d_out());
+  const std::vector<reference::Array> p = to_double(run.parameters);
+  expect_close("out", run.out(), mixer.forward(x, p), sums(kSmall, 8));
+  for (std::size_t i = 0; i < p.size(); ++i) {
+    expect_gradient(
+        layer->parameters()[i].name, run.d_parameters[i], p[i],
+        [&](const reference::Array& at) {
+          std::vector<reference::Array> moved = p;
+          moved[i] = at;
+          return reference::dot(mixer.forward(x, moved), d_out);
+        },
+        sums(kSmall, 8), largest(to_double(run.d_parameters[2])));
   }
 }
 
