@@ -47,10 +47,12 @@ std::vector<AuditSize> sizes_of(const std::vector<Block>& blocks) {
   return sizes;
 }
 
-// Layer 1, the middle one, the last but one; fewer in a stack of fewer than five layers.
+// Layer 1, the middle one, the last but one; the last three of a small stack.
 std::set<std::int64_t> control_layers(std::int64_t layers) {
-  const auto within = [&](std::int64_t l) { return std::clamp<std::int64_t>(l, 0, layers - 1); };
-  return {within(1), within(layers / 2), within(layers - 2)};
+  if (layers >= 5) return {1, layers / 2, layers - 2};
+  std::set<std::int64_t> last;
+  for (std::int64_t l = std::max<std::int64_t>(layers - 3, 0); l < layers; ++l) last.insert(l);
+  return last;
 }
 
 // A family of sequences, each the base with one token changed.

@@ -1,5 +1,6 @@
 #include "launch/plan_command.h"
 
+#include <algorithm>
 #include <cstdio>
 #include <filesystem>
 #include <map>
@@ -9,8 +10,10 @@
 #include <vector>
 
 #include "data/recipe.h"
+#include "launch/match.h"
 #include "launch/plan.h"
 #include "launch/trainer.h"
+#include "layers/mixers/mixers.h"
 
 namespace tessera {
 namespace {
@@ -20,6 +23,7 @@ struct PlanArguments {
   std::vector<std::string> overrides;
   int ranks = 1;
   std::int64_t memory = 0;
+  std::int64_t match = 0;
   bool json = false;
 };
 
@@ -62,6 +66,27 @@ void print_json(const RunSummary& summary, int ranks) {
   std::printf("%s\n", json.dump(2).c_str());
 }
 
+// The layers by letter, N in a row in a Latin square of N types.
+void print_square(const RunSummary& summary, const Schedule& schedule) {
+  const std::size_t row = schedule.has_latin()
+                              ? static_cast<std::size_t>(schedule.latin().order_size())
+                              : std::min<std::size_t>(summary.layers.size(), 16);
+  std::printf("Schedule (");
+  std::map<std::string, char> seen;
+  for (const LayerSummary& layer : summary.layers) {
+    const char letter = find_mixer_type(layer.mixer)->letter;
+    if (seen.emplace(layer.mixer, letter).second) {
+      std::printf("%s%c %s", seen.size() > 1 ? ", " : "", letter, layer.mixer.c_str());
+    }
+  }
+  std::printf(")\n");
+  for (std::size_t l = 0; l < summary.layers.size(); ++l) {
+    if (l % row == 0) std::printf("%s  %5zu  ", l > 0 ? "\n" : "", l);
+    std::printf(" %c", find_mixer_type(summary.layers[l].mixer)->letter);
+  }
+  std::printf("\n");
+}
+
 void print_table(const RunSummary& summary, int ranks) {
   std::printf("Layers (FLOPs per token of one forward pass)\n");
   std::printf("  %5s  %-14s %16s %16s %14s %14s\n", "layer", "mixer", "mixer", "feed-forward",
@@ -101,6 +126,25 @@ void print_table(const RunSummary& summary, int ranks) {
   line("reduce", grouped(summary.reduce_bytes_per_step));
 }
 
+// What to give as --set for this number of parameters.
+void print_match(const ModelConfig& model, const PlanArguments& arguments) {
+  const ParameterMatch match = match_parameters(model, arguments.match);
+  const std::int64_t off = match.parameters - arguments.match;
+  if (arguments.json) {
+    const nlohmann::ordered_json json = {{"width", match.width},
+                                         {"wider_layers", match.wider_layers},
+                                         {"total_parameters", match.parameters},
+                                         {"target", arguments.match},
+                                         {"difference", off}};
+    std::printf("%s\n", json.dump(2).c_str());
+    return;
+  }
+  std::printf("model.feed_forward.width=%lld\nmodel.feed_forward.wider_layers=%lld\n",
+              static_cast<long long>(match.width), static_cast<long long>(match.wider_layers));
+  std::printf("%s parameters, %+.5f %% off the target\n", grouped(match.parameters).c_str(),
+              100.0 * static_cast<double>(off) / static_cast<double>(arguments.match));
+}
+
 void plan(const PlanArguments& arguments) {
   Config config = load_config(arguments.config, arguments.overrides);
   // The recipe says how long the sequences are; without its file the model's own length is planned.
@@ -111,10 +155,15 @@ void plan(const PlanArguments& arguments) {
     resolve(config, recipe, recipe.vocabulary_limit > 0 ? recipe.vocabulary_limit + 1 : 0);
   }
   const Stack stack(config.model(), compute_type(config));
+  if (arguments.match > 0) {
+    print_match(config.model(), arguments);
+    return;
+  }
   const RunSummary summary = summarise(stack, config, length, arguments.ranks);
   if (arguments.json) {
     print_json(summary, arguments.ranks);
   } else {
+    print_square(summary, config.model().schedule());
     print_table(summary, arguments.ranks);
   }
   check_memory(summary,
@@ -127,8 +176,8 @@ void add_plan_command(CLI::App& app) {
   auto arguments = std::make_shared<PlanArguments>();
   CLI::App* command = app.add_subcommand(
       "plan", "Exact parameters, FLOPs, memory and communication of a config; starts nothing");
-  command->footer("Example:\n  tessera plan --config my.textproto --ranks 16 --memory 80000000000");
-  command->add_option("--config", arguments->config, "Config (launch/config.proto, text format)")
+  command->footer("Example:\n  tessera plan --config aether_7b --ranks 16 --memory 80000000000");
+  command->add_option("--config", arguments->config, "Config: a file or a ready one's name")
       ->required();
   command->add_option("--set", arguments->overrides, "path=value, overrides a field; repeatable")
       ->expected(1)
@@ -140,6 +189,10 @@ void add_plan_command(CLI::App& app) {
       ->add_option("--memory", arguments->memory,
                    "Bytes a rank may use; a config that needs more is refused")
       ->check(CLI::NonNegativeNumber);
+  command
+      ->add_option("--match", arguments->match,
+                   "Print the feed-forward widths that make so many parameters, and nothing else")
+      ->check(CLI::PositiveNumber);
   command->add_flag("--json", arguments->json, "One JSON object instead of tables");
   command->callback([arguments] { plan(*arguments); });
 }
