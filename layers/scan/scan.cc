@@ -1,268 +1,15 @@
-#undef HWY_TARGET_INCLUDE
-#define HWY_TARGET_INCLUDE "layers/scan/scan.cc"
-#include "hwy/foreach_target.h"
-// (after foreach_target)
-#include "layers/kernels/vector-inl.h"
 #include "layers/scan/scan.h"
 
-HWY_BEFORE_NAMESPACE();
-namespace tessera {
-namespace HWY_NAMESPACE {
-
-// What an element of a tile of scores is multiplied by: e^(cumulative log-decay of the row minus
-// that of the column), both in two parts. Rounding may leave a difference above 0, and what isn't
-// visible always does.
-HWY_INLINE FloatVector decay_between(FloatVector row_high, FloatVector row_low, const float* high,
-                                     const float* low, std::int64_t count) {
-  const FloatVector difference =
-      hn::Add(hn::Sub(row_high, load(high, count)), hn::Sub(row_low, load(low, count)));
-  return exponential(hn::Min(difference, hn::Zero(Floats())));
-}
-
-// Lanes of columns [column, column + lanes) that lie in [begin, end).
-HWY_INLINE hn::Mask<Floats> inside(std::int64_t column, std::int64_t begin, std::int64_t end) {
-  const Floats d;
-  const FloatVector at = hn::Iota(d, static_cast<float>(column));
-  return hn::And(hn::Ge(at, hn::Set(d, static_cast<float>(begin))),
-                 hn::Lt(at, hn::Set(d, static_cast<float>(end))));
-}
-
-// Rows [first, first + rows) of a chunk: mixed = scores * decay on the columns [begin[i], i] that
-// position i sees, 0 on the others up to `columns`. Both have `stride` elements between rows.
-template <class T>
-HWY_INLINE void mix_as(const float* scores, T* mixed, std::int64_t stride, std::int64_t first,
-                       std::int64_t rows, std::int64_t columns, const std::int64_t* begin,
-                       const float* high, const float* low) {
-  const Floats d;
-  const std::int64_t step = lanes();
-  for (std::int64_t i = first; i < first + rows; ++i) {
-    const float* const row = scores + (i - first) * stride;
-    T* const out = mixed + (i - first) * stride;
-    const FloatVector row_high = hn::Set(d, high[i]), row_low = hn::Set(d, low[i]);
-    for (std::int64_t c = 0; c < columns; c += step) {
-      const std::int64_t count = HWY_MIN(step, columns - c);
-      if (c + step <= begin[i] || c > i || begin[i] > i) {
-        store(hn::Zero(d), out + c, count);
-        continue;
-      }
-      FloatVector value =
-          hn::Mul(load(row + c, count), decay_between(row_high, row_low, high + c, low + c, count));
-      if (c < begin[i] || c + step > i + 1) {
-        value = hn::IfThenElseZero(inside(c, begin[i], i + 1), value);
-      }
-      store(value, out + c, count);
-    }
-  }
-}
-
-void mix(DType dtype, const float* scores, std::byte* mixed, std::int64_t stride,
-         std::int64_t first, std::int64_t rows, std::int64_t columns, const std::int64_t* begin,
-         const float* high, const float* low) {
-  if (dtype == DType::kF32) {
-    mix_as(scores, reinterpret_cast<float*>(mixed), stride, first, rows, columns, begin, high, low);
-  } else {
-    mix_as(scores, reinterpret_cast<BFloat16*>(mixed), stride, first, rows, columns, begin, high,
-           low);
-  }
-}
-
-// The same, and with f = d_mixed * mixed: d_scores += d_mixed * decay (overwritten by the `fresh`
-// first head), row_sums[i] = sum of row i of f, column_sums += those of its columns, both without
-// the diagonal, whose decay is 1 whatever the log-decays are.
-template <class T>
-HWY_INLINE void mix_backward_as(const float* scores, const float* d_mixed, T* mixed,
-                                float* d_scores, bool fresh, std::int64_t stride,
-                                std::int64_t first, std::int64_t rows, std::int64_t columns,
-                                const std::int64_t* begin, const float* high, const float* low,
-                                float* row_sums, float* column_sums) {
-  const Floats d;
-  const std::int64_t step = lanes();
-  for (std::int64_t i = first; i < first + rows; ++i) {
-    const std::int64_t at = (i - first) * stride;
-    const FloatVector row_high = hn::Set(d, high[i]), row_low = hn::Set(d, low[i]);
-    FloatVector sum = hn::Zero(d);
-    for (std::int64_t c = 0; c < columns; c += step) {
-      const std::int64_t count = HWY_MIN(step, columns - c);
-      if (c + step <= begin[i] || c > i || begin[i] > i) {
-        store(hn::Zero(d), mixed + at + c, count);
-        if (fresh) store(hn::Zero(d), d_scores + at + c, count);
-        continue;
-      }
-      const FloatVector score = load(scores + at + c, count);
-      const FloatVector gradient = load(d_mixed + at + c, count);
-      const FloatVector decay = decay_between(row_high, row_low, high + c, low + c, count);
-      FloatVector value = hn::Mul(score, decay);
-      FloatVector d_score = hn::Mul(gradient, decay);
-      FloatVector f = hn::Mul(gradient, value);
-      if (c < begin[i] || c + step > i) {
-        const auto visible = inside(c, begin[i], i + 1);
-        value = hn::IfThenElseZero(visible, value);
-        d_score = hn::IfThenElseZero(visible, d_score);
-        f = hn::IfThenElseZero(inside(c, begin[i], i), f);
-      }
-      store(value, mixed + at + c, count);
-      if (!fresh) d_score = hn::Add(d_score, load(d_scores + at + c, count));
-      store(d_score, d_scores + at + c, count);
-      sum = hn::Add(sum, f);
-      store(hn::Add(load(column_sums + c, count), f), column_sums + c, count);
-    }
-    row_sums[i] = sum_of(sum);
-  }
-}
-
-void mix_backward(DType dtype, const float* scores, const float* d_mixed, std::byte* mixed,
-                  float* d_scores, bool fresh, std::int64_t stride, std::int64_t first,
-                  std::int64_t rows, std::int64_t columns, const std::int64_t* begin,
-                  const float* high, const float* low, float* row_sums, float* column_sums) {
-  if (dtype == DType::kF32) {
-    mix_backward_as(scores, d_mixed, reinterpret_cast<float*>(mixed), d_scores, fresh, stride,
-                    first, rows, columns, begin, high, low, row_sums, column_sums);
-  } else {
-    mix_backward_as(scores, d_mixed, reinterpret_cast<BFloat16*>(mixed), d_scores, fresh, stride,
-                    first, rows, columns, begin, high, low, row_sums, column_sums);
-  }
-}
-
-void exponentials(float* x, std::int64_t n) {
-  for_vectors(n, [&](std::int64_t i, std::int64_t count)
-                     HWY_ATTR { store(exponential(load(x + i, count)), x + i, count); });
-}
-
-// to = from, row by row, or from * factors[row] where there are factors.
-void pack(Elements from, std::int64_t from_stride, const float* factors, std::int64_t rows,
-          std::int64_t width, Elements to, std::int64_t to_stride) {
-  for (std::int64_t r = 0; r < rows; ++r) {
-    const FloatVector factor = hn::Set(Floats(), factors == nullptr ? 1.0F : factors[r]);
-    for_vectors(width, [&](std::int64_t i, std::int64_t count) HWY_ATTR {
-      store(hn::Mul(load(from + r * from_stride + i, count), factor), to + r * to_stride + i,
-            count);
-    });
-  }
-}
-
-// state = add + decay * before, head by head, in place of `add`, and its copy in the compute type.
-void carry(float* state, const float* before, const float* decays, std::int64_t rows,
-           std::int64_t heads, std::int64_t width, Elements copy) {
-  for (std::int64_t at = 0; at < rows * heads * width; at += width) {
-    const FloatVector decay = hn::Set(Floats(), decays[at / width % heads]);
-    for_vectors(width, [&](std::int64_t i, std::int64_t count) HWY_ATTR {
-      FloatVector value = load(state + at + i, count);
-      if (before != nullptr) value = hn::MulAdd(decay, load(before + at + i, count), value);
-      store(value, state + at + i, count);
-      store(value, copy + at + i, count);
-    });
-  }
-}
-
-// x . y, summed in f32 lanes.
-HWY_INLINE float dot_row(Elements x, Elements y, std::int64_t width) {
-  FloatVector sum = hn::Zero(Floats());
-  for_vectors(width, [&](std::int64_t i, std::int64_t count) HWY_ATTR {
-    sum = hn::MulAdd(load(x + i, count), load(y + i, count), sum);
-  });
-  return sum_of(sum);
-}
-
-// x *= factors by row; dots[r] = by[r] * (x_r . y_r) of the result.
-void scale_and_dot(float* x, std::int64_t stride, const float* factors, std::int64_t rows,
-                   std::int64_t width, Elements y, std::int64_t y_stride, const float* by,
-                   float* dots) {
-  for (std::int64_t r = 0; r < rows; ++r) {
-    const FloatVector factor = hn::Set(Floats(), factors[r]);
-    FloatVector sum = hn::Zero(Floats());
-    for_vectors(width, [&](std::int64_t i, std::int64_t count) HWY_ATTR {
-      const FloatVector value = hn::Mul(load(x + r * stride + i, count), factor);
-      store(value, x + r * stride + i, count);
-      if (dots != nullptr) sum = hn::MulAdd(value, load(y + r * y_stride + i, count), sum);
-    });
-    if (dots != nullptr) dots[r] = sum_of(sum) * (by == nullptr ? 1.0F : by[r]);
-  }
-}
-
-// out = sums + skip * v, row by row.
-void finish(const float* sums, std::int64_t stride, Elements v, std::int64_t v_stride, float skip,
-            std::int64_t rows, std::int64_t width, Elements out, std::int64_t out_stride) {
-  const FloatVector factor = hn::Set(Floats(), skip);
-  for (std::int64_t r = 0; r < rows; ++r) {
-    for_vectors(width, [&](std::int64_t i, std::int64_t count) HWY_ATTR {
-      store(
-          hn::MulAdd(factor, load(v + r * v_stride + i, count), load(sums + r * stride + i, count)),
-          out + r * out_stride + i, count);
-    });
-  }
-}
-
-// From the gradient g of dt v, in its place: d_v = dt g + skip d_out; d_dt[r] = v_r . g_r. Returns
-// the sum over the rows of v . d_out.
-double finish_backward(float* g, std::int64_t stride, Elements v, std::int64_t v_stride,
-                       Elements d_out, std::int64_t d_stride, const float* dt, float skip,
-                       std::int64_t rows, std::int64_t width, float* d_dt) {
-  const FloatVector factor = hn::Set(Floats(), skip);
-  double d_skip = 0.0;
-  for (std::int64_t r = 0; r < rows; ++r) {
-    const FloatVector step = hn::Set(Floats(), dt[r]);
-    FloatVector with_gradient = hn::Zero(Floats()), with_out = with_gradient;
-    for_vectors(width, [&](std::int64_t i, std::int64_t count) HWY_ATTR {
-      const FloatVector gradient = load(g + r * stride + i, count);
-      const FloatVector value = load(v + r * v_stride + i, count);
-      const FloatVector out = load(d_out + r * d_stride + i, count);
-      with_gradient = hn::MulAdd(value, gradient, with_gradient);
-      with_out = hn::MulAdd(value, out, with_out);
-      store(hn::MulAdd(step, gradient, hn::Mul(factor, out)), g + r * stride + i, count);
-    });
-    d_dt[r] = sum_of(with_gradient);
-    d_skip += static_cast<double>(sum_of(with_out));
-  }
-  return d_skip;
-}
-
-// to = the sum of `parts` arrays that lie side by side in each row, ascending.
-void add_parts(const float* from, std::int64_t stride, std::int64_t parts, std::int64_t rows,
-               std::int64_t width, Elements to, std::int64_t to_stride) {
-  for (std::int64_t r = 0; r < rows; ++r) {
-    const float* const row = from + r * stride;
-    for_vectors(width, [&](std::int64_t i, std::int64_t count) HWY_ATTR {
-      FloatVector sum = load(row + i, count);
-      for (std::int64_t p = 1; p < parts; ++p) {
-        sum = hn::Add(sum, load(row + p * width + i, count));
-      }
-      store(sum, to + r * to_stride + i, count);
-    });
-  }
-}
-
-// The sum over rows of x_r . y_r.
-double dot_rows(Elements x, Elements y, std::int64_t stride, std::int64_t rows,
-                std::int64_t width) {
-  double sum = 0.0;
-  for (std::int64_t r = 0; r < rows; ++r) {
-    sum += static_cast<double>(dot_row(x + r * stride, y + r * stride, width));
-  }
-  return sum;
-}
-
-}  // namespace HWY_NAMESPACE
-}  // namespace tessera
-HWY_AFTER_NAMESPACE();
-
-#if HWY_ONCE
 #include <algorithm>
+#include <cstring>
 #include <limits>
 
+#include "layers/kernels/elementwise.h"
+#include "layers/scan/scan_kernels.h"
 #include "runtime/products.h"
 
 namespace tessera {
 namespace {
-HWY_EXPORT(mix);
-HWY_EXPORT(mix_backward);
-HWY_EXPORT(exponentials);
-HWY_EXPORT(pack);
-HWY_EXPORT(carry);
-HWY_EXPORT(scale_and_dot);
-HWY_EXPORT(finish);
-HWY_EXPORT(finish_backward);
-HWY_EXPORT(add_parts);
-HWY_EXPORT(dot_rows);
 
 // Places in the list of scratch.
 enum Scratch : std::size_t {
@@ -326,9 +73,8 @@ class Parts {
       const std::int64_t row = piece * kAddedRows;
       for (std::int64_t head = 0; head < heads_; ++head) {
         const Rows to = to_.at(row, head * width_);
-        HWY_DYNAMIC_DISPATCH(add_parts)
-        (room_ + (row * parts_ + head * each) * width_, parts_ * width_, each,
-         std::min(kAddedRows, rows_ - row), width_, to.first, to.stride);
+        scan::add_parts(room_ + (row * parts_ + head * each) * width_, parts_ * width_, each,
+                        std::min(kAddedRows, rows_ - row), width_, to.first, to.stride);
       }
     });
   }
@@ -362,13 +108,19 @@ struct Scan::Room {
     sums = floats(chunk * width);
     d_q = floats(chunk * n);
     d_k = floats(chunk * n);
-    for (float** const array : {&high, &low, &from_start, &to_end, &dt, &dt_to_end, &row_sums,
-                                &column_sums, &start_dots, &end_dots, &d_dt}) {
+    for (float** const array :
+         {&high, &low, &from_start, &to_end, &dt, &dt_to_end, &pairs.before, &pairs.columns,
+          &pairs.row_before, &pairs.own_rows, &pairs.own_columns, &start_dots, &end_dots, &d_dt}) {
       *array = floats(per_head);
     }
     begin = reinterpret_cast<std::int64_t*>(take(chunk * size_of(DType::kI64)));
   }
   std::int64_t bytes() const { return bytes_; }
+  scan::PairSums pairs_of(std::int64_t head, std::int64_t chunk) const {
+    const std::int64_t at = head * chunk;
+    return {pairs.before + at, pairs.columns + at, pairs.row_before + at, pairs.own_rows + at,
+            pairs.own_columns + at};
+  }
 
   Elements q, k;                            // [runs, chunk, n], [chunk, n]
   Elements v, v_to_end;                     // dt v [chunk, width], and decayed to the end
@@ -378,7 +130,8 @@ struct Scan::Room {
   float *sums, *d_q, *d_k;                  // [chunk, width], [chunk, n] twice
   float *high, *low, *from_start, *to_end;  // [heads of the block, chunk], as all below
   float *dt, *dt_to_end;                    // dt, dt * to_end
-  float *row_sums, *column_sums, *start_dots, *end_dots, *d_dt;
+  scan::PairSums pairs;
+  float *start_dots, *end_dots, *d_dt;
   std::int64_t* begin;  // [chunk]: the first position of the chunk that each one sees
 
  private:
@@ -465,8 +218,8 @@ struct Scan::Piece {
             i >= last_begin && i < rows ? static_cast<float>(std::min(sum - here, 0.0)) : kNever;
       }
     }
-    HWY_DYNAMIC_DISPATCH(exponentials)(room.from_start, heads * c.chunk);
-    HWY_DYNAMIC_DISPATCH(exponentials)(room.to_end, heads * c.chunk);
+    scan::exponentials(room.from_start, heads * c.chunk);
+    scan::exponentials(room.to_end, heads * c.chunk);
     for (std::int64_t i = 0; i < heads * c.chunk; ++i)
       room.dt_to_end[i] = room.dt[i] * room.to_end[i];
   }
@@ -476,8 +229,7 @@ struct Scan::Piece {
   void gather(const Rows& from, std::int64_t column, std::int64_t columns, const float* factors,
               Elements to, std::int64_t to_stride) const {
     const Rows source = from.at(row, column);
-    HWY_DYNAMIC_DISPATCH(pack)
-    (source.first, source.stride, factors, rows, columns, to, to_stride);
+    scan::pack(source.first, source.stride, factors, rows, columns, to, to_stride);
     for (std::int64_t i = rows; i < c.chunk; ++i) {
       std::memset((to + i * to_stride).data, 0,
                   static_cast<std::size_t>(columns * size_of(to.dtype)));
@@ -526,31 +278,42 @@ struct Scan::Piece {
   }
 
   // The gradients of one head's steps and log-decays. A log-decay at r is part of every decay from
-  // a j < r to an i >= r of the same document: those between positions of the chunk (row and column
-  // sums, added up from the end so that the pairs on one side of r cancel), from its start to i,
-  // from j to its end, and through all of it.
+  // a j < r to an i >= r of the same document: those between positions of the chunk, from its start
+  // to i, from j to its end, and through all of it.
   void decay_gradients(const Batch& batch, const Room& room, std::int64_t head, double through,
                        float* d_dt, float* d_log_decay) const {
     const std::int32_t* const segments = batch.segments.as<std::int32_t>() + row;
     const std::int64_t at = head * c.chunk, to = row * c.heads + first_head + head;
-    double sum = 0.0;
+    const auto starts = [&](std::int64_t r) { return segments[r] == position + r; };
+    const auto term = [&](const float* of, std::int64_t r) {
+      return static_cast<double>(of[at + r]);
+    };
+    const scan::PairSums& pairs = room.pairs;
+    const std::int64_t lanes = scan::vector_lanes();
+    double from_start = 0.0, own = 0.0;
     for (std::int64_t r = rows - 1; r >= 0; --r) {
-      if (r + 1 < rows && segments[r + 1] == position + r + 1) sum = 0.0;
-      sum += static_cast<double>(room.row_sums[at + r]) -
-             static_cast<double>(room.column_sums[at + r]) +
-             static_cast<double>(room.start_dots[at + r]);
-      d_log_decay[to + r * c.heads] = static_cast<float>(sum);
+      // From here on to the end of the vector, or of the document.
+      if ((r + 1) % lanes == 0 || (r + 1 < rows && starts(r + 1))) own = 0.0;
+      if (r + 1 < rows && starts(r + 1)) from_start = 0.0;
+      from_start += term(room.start_dots, r);
+      own += term(pairs.row_before, r) + (term(pairs.own_rows, r) - term(pairs.own_columns, r));
+      d_log_decay[to + r * c.heads] = static_cast<float>(own + from_start);
       d_dt[to + r * c.heads] = room.d_dt[at + r];
     }
-    double to_end = through;
-    for (std::int64_t r = room.begin[rows - 1]; r < rows; ++r) {
-      float& gradient = d_log_decay[to + r * c.heads];
-      gradient = static_cast<float>(static_cast<double>(gradient) + to_end);
-      to_end += static_cast<double>(room.end_dots[at + r]);
-    }
-    // A document's start has nothing to decay.
+    double to_end = through, before = 0.0;
     for (std::int64_t r = 0; r < rows; ++r) {
-      if (segments[r] == position + r) d_log_decay[to + r * c.heads] = 0.0F;
+      if (r % lanes == 0) {
+        before = 0.0;
+        for (std::int64_t i = r; i < std::min(r + lanes, c.chunk); ++i)
+          before += term(pairs.before, i);
+      }
+      float& gradient = d_log_decay[to + r * c.heads];
+      // A document's start has nothing to decay.
+      const double sum =
+          static_cast<double>(gradient) + before + (r >= room.begin[rows - 1] ? to_end : 0.0);
+      gradient = starts(r) ? 0.0F : static_cast<float>(sum);
+      before += term(pairs.columns, r);
+      to_end += term(room.end_dots, r);
     }
   }
 
@@ -674,9 +437,9 @@ void Scan::forward(Queue& queue, const Batch& batch, const ScanInput& in, const 
                for (std::int64_t chunk = 0; chunk < all - 1; ++chunk) {
                  const std::int64_t index = sequence * (all - 1) + chunk;
                  const std::int64_t at = ((index * blocks() + block) * n + first) * width;
-                 HWY_DYNAMIC_DISPATCH(carry)
-                 (sums + at, chunk == 0 ? nullptr : sums + at - c_.heads * n * p,
-                  decays + index * c_.heads + block * block_, rows, block_, p, states + at);
+                 scan::carry(sums + at, chunk == 0 ? nullptr : sums + at - c_.heads * n * p,
+                             decays + index * c_.heads + block * block_, rows, block_, p,
+                             states + at);
                }
              });
 
@@ -696,9 +459,8 @@ void Scan::forward(Queue& queue, const Batch& batch, const ScanInput& in, const 
               piece.by_head(found, 0, c_.chunk, head, run_), false);
     }
     for (std::int64_t h = 0; carried && h < block_; ++h) {
-      HWY_DYNAMIC_DISPATCH(scale_and_dot)
-      (room.sums + h * p, width, room.from_start + h * c_.chunk, c_.chunk, p, {}, 0, nullptr,
-       nullptr);
+      scan::scale_and_dot(room.sums + h * p, width, room.from_start + h * c_.chunk, c_.chunk, p, {},
+                          0, nullptr, nullptr);
     }
     for (std::int64_t run = 0; run < block_; run += run_) {
       for (std::int64_t row = 0; row < piece.rows; row += tile_) {
@@ -707,9 +469,8 @@ void Scan::forward(Queue& queue, const Batch& batch, const ScanInput& in, const 
                 piece.keys(room, columns), Transpose::kYes, {room.scores, tile_, columns, c_.chunk},
                 false);
         for (std::int64_t h = run; h < run + run_; ++h) {
-          HWY_DYNAMIC_DISPATCH(mix)
-          (c_.compute, room.scores, room.mixed.data, c_.chunk, row, tile_, columns, room.begin,
-           room.high + h * c_.chunk, room.low + h * c_.chunk);
+          scan::mix(c_.compute, room.scores, room.mixed.data, c_.chunk, row, tile_, columns,
+                    room.begin, room.high + h * c_.chunk, room.low + h * c_.chunk);
           product(worker, {c_.compute, room.mixed.data, tile_, columns, c_.chunk}, Transpose::kNo,
                   piece.by_head(room.v, 0, columns, h, 1), Transpose::kNo,
                   piece.by_head(found, row, tile_, h, 1), carried);
@@ -720,8 +481,8 @@ void Scan::forward(Queue& queue, const Batch& batch, const ScanInput& in, const 
       const Rows to = result.at(piece.row, (piece.first_head + h) * p);
       const Rows from = v.at(piece.row, piece.value_head(h) * p);
       const float skip = in.skip.empty() ? 0.0F : in.skip.as<float>()[piece.first_head + h];
-      HWY_DYNAMIC_DISPATCH(finish)
-      (room.sums + h * p, width, from.first, from.stride, skip, piece.rows, p, to.first, to.stride);
+      scan::finish(room.sums + h * p, width, from.first, from.stride, skip, piece.rows, p, to.first,
+                   to.stride);
     }
   });
 }
@@ -778,9 +539,9 @@ void Scan::backward(Queue& queue, const Batch& batch, const ScanInput& in, const
                for (std::int64_t chunk = all - 2; chunk >= 0; --chunk) {
                  const std::int64_t index = sequence * (all - 1) + chunk;
                  const std::int64_t at = ((index * blocks() + block) * n + first) * width;
-                 HWY_DYNAMIC_DISPATCH(carry)
-                 (d_sums + at, chunk == all - 2 ? nullptr : d_sums + at + c_.heads * n * p,
-                  decays + index * c_.heads + block * block_, rows, block_, p, d_states + at);
+                 scan::carry(
+                     d_sums + at, chunk == all - 2 ? nullptr : d_sums + at + c_.heads * n * p,
+                     decays + index * c_.heads + block * block_, rows, block_, p, d_states + at);
                }
              });
 
@@ -797,10 +558,11 @@ void Scan::backward(Queue& queue, const Batch& batch, const ScanInput& in, const
     const Elements begin_states = carried ? states + piece.state(*this, batch, false) : states;
     const Elements d_end_states =
         piece.last ? d_states : d_states + piece.state(*this, batch, true);
-    std::fill_n(room.start_dots, block_ * length, 0.0F);
-    std::fill_n(room.end_dots, block_ * length, 0.0F);
-    std::fill_n(room.column_sums, block_ * length, 0.0F);
-    std::fill_n(room.row_sums, block_ * length, 0.0F);
+    for (float* const sums :
+         {room.pairs.before, room.pairs.columns, room.pairs.row_before, room.pairs.own_rows,
+          room.pairs.own_columns, room.start_dots, room.end_dots}) {
+      std::fill_n(sums, block_ * length, 0.0F);
+    }
 
     // Gradients of the decays from the start: d_o_i . (what chunks before gave).
     if (carried) {
@@ -811,9 +573,8 @@ void Scan::backward(Queue& queue, const Batch& batch, const ScanInput& in, const
                 piece.by_head(found, 0, length, head, run_), false);
       }
       for (std::int64_t h = 0; h < block_; ++h) {
-        HWY_DYNAMIC_DISPATCH(scale_and_dot)
-        (room.sums + h * p, width, room.from_start + h * length, length, p, room.d_out + h * p,
-         width, nullptr, room.start_dots + h * length);
+        scan::scale_and_dot(room.sums + h * p, width, room.from_start + h * length, length, p,
+                            room.d_out + h * p, width, nullptr, room.start_dots + h * length);
       }
     }
     // What the state after the chunk gives: to dt v, to k, and to the decays to the end.
@@ -826,9 +587,9 @@ void Scan::backward(Queue& queue, const Batch& batch, const ScanInput& in, const
               piece.by_head(found, 0, length, 0, block_), false);
       for (std::int64_t h = 0; h < block_; ++h) {
         const Rows values = v.at(piece.row, piece.value_head(h) * p);
-        HWY_DYNAMIC_DISPATCH(scale_and_dot)
-        (room.sums + h * p, width, room.to_end + h * length, length, p, values.first, values.stride,
-         room.dt + h * length, room.end_dots + h * length);
+        scan::scale_and_dot(room.sums + h * p, width, room.to_end + h * length, length, p,
+                            values.first, values.stride, room.dt + h * length,
+                            room.end_dots + h * length);
       }
       piece.gather_values(v, room.dt_to_end, room.v_to_end);
       product(worker, piece.by_head(room.v_to_end, 0, length, 0, block_), Transpose::kNo,
@@ -853,16 +614,15 @@ void Scan::backward(Queue& queue, const Batch& batch, const ScanInput& in, const
           const Matrix d_rows = piece.by_head(room.d_out, row, tile_, h, 1);
           product(worker, d_rows, Transpose::kNo, piece.by_head(room.v, 0, columns, h, 1),
                   Transpose::kYes, {room.d_mixed, tile_, columns, length}, false);
-          HWY_DYNAMIC_DISPATCH(mix_backward)
-          (c_.compute, room.scores, room.d_mixed, room.mixed.data, room.d_scores, h == run, length,
-           row, tile_, columns, room.begin, room.high + h * length, room.low + h * length,
-           room.row_sums + h * length, room.column_sums + h * length);
+          scan::mix_backward(c_.compute, room.scores, room.d_mixed, room.mixed.data, room.d_scores,
+                             h == run, length, row, tile_, columns, room.begin,
+                             room.high + h * length, room.low + h * length,
+                             room.pairs_of(h, length));
           product(worker, {c_.compute, room.mixed.data, tile_, columns, length}, Transpose::kYes,
                   d_rows, Transpose::kNo, piece.by_head(found, 0, columns, h, 1), true);
         }
-        HWY_DYNAMIC_DISPATCH(pack)
-        ({reinterpret_cast<std::byte*>(room.d_scores), DType::kF32}, length, nullptr, tile_,
-         columns, room.d_scores_operand, length);
+        scan::pack({reinterpret_cast<std::byte*>(room.d_scores), DType::kF32}, length, nullptr,
+                   tile_, columns, room.d_scores_operand, length);
         const Matrix d_scores = {c_.compute, room.d_scores_operand.data, tile_, columns, length};
         product(worker, d_scores, Transpose::kNo, piece.keys(room, columns), Transpose::kNo,
                 {room.d_q + row * n, tile_, n, n}, true);
@@ -870,37 +630,33 @@ void Scan::backward(Queue& queue, const Batch& batch, const ScanInput& in, const
                 {room.d_k, columns, n, n}, true);
       }
       const Rows to = d_q.of(piece.row, (piece.first_head + run) / run_);
-      HWY_DYNAMIC_DISPATCH(pack)
-      ({reinterpret_cast<std::byte*>(room.d_q), DType::kF32}, n, nullptr, piece.rows, n, to.first,
-       to.stride);
+      scan::pack({reinterpret_cast<std::byte*>(room.d_q), DType::kF32}, n, nullptr, piece.rows, n,
+                 to.first, to.stride);
     }
     const Rows to_k = d_k.of(piece.row, piece.block);
-    HWY_DYNAMIC_DISPATCH(pack)
-    ({reinterpret_cast<std::byte*>(room.d_k), DType::kF32}, n, nullptr, piece.rows, n, to_k.first,
-     to_k.stride);
+    scan::pack({reinterpret_cast<std::byte*>(room.d_k), DType::kF32}, n, nullptr, piece.rows, n,
+               to_k.first, to_k.stride);
 
     for (std::int64_t h = 0; h < block_; ++h) {
       const std::int64_t head = piece.first_head + h;
       const Rows values = v.at(piece.row, piece.value_head(h) * p);
       const float skip = in.skip.empty() ? 0.0F : in.skip.as<float>()[head];
       skip_parts[(piece.sequence * all + piece.chunk) * c_.heads + head] =
-          static_cast<float>(HWY_DYNAMIC_DISPATCH(finish_backward)(
+          static_cast<float>(scan::finish_backward(
               room.sums + h * p, width, values.first, values.stride, room.d_out + h * p, width,
               room.dt + h * length, skip, piece.rows, p, room.d_dt + h * length));
       // Through the whole chunk from the state before to the one after.
       double through = 0.0;
       if (carried && !piece.last) {
-        through =
-            static_cast<double>(room.from_start[h * length + length - 1]) *
-            HWY_DYNAMIC_DISPATCH(dot_rows)(begin_states + h * p, d_end_states + h * p, width, n, p);
+        through = static_cast<double>(room.from_start[h * length + length - 1]) *
+                  scan::dot_rows(begin_states + h * p, d_end_states + h * p, width, n, p);
       }
       piece.decay_gradients(batch, room, h, through, d_dt, d_log_decay);
     }
     const std::int64_t share = c_.heads / value_parts();
     for (std::int64_t h = 0; h < block_; h += share) {
       const Rows to = d_v.of(piece.row, (piece.first_head + h) / share);
-      HWY_DYNAMIC_DISPATCH(add_parts)
-      (room.sums + h * p, width, share, piece.rows, p, to.first, to.stride);
+      scan::add_parts(room.sums + h * p, width, share, piece.rows, p, to.first, to.stride);
     }
   });
 
@@ -917,4 +673,3 @@ void Scan::backward(Queue& queue, const Batch& batch, const ScanInput& in, const
 }
 
 }  // namespace tessera
-#endif
