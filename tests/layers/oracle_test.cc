@@ -1,5 +1,7 @@
 // The layers against values that PyTorch computed in float64 (tests/oracle/make_layers.py), forward
 // and every gradient.
+#include <google/protobuf/text_format.h>
+
 #include <fstream>
 #include <nlohmann/json.hpp>
 
@@ -105,6 +107,27 @@ TEST(Oracle, Full) { expect_mixer("full"); }
 TEST(Oracle, FullWithNormAndDocuments) { expect_mixer("full_norm_documents"); }
 TEST(Oracle, SlidingWithDocuments) { expect_mixer("sliding"); }
 TEST(Oracle, SlidingOverSeveralTiles) { expect_mixer("sliding_long"); }
+
+// A mixer whose settings hold its configuration as text.
+void expect_configured(const std::string& name, std::int64_t length) {
+  const Json stored = read(name);
+  const Json& s = stored["settings"];
+  ModelConfig config;
+  config.set_width(s["width"]);
+  config.set_length(s["length"]);
+  ASSERT_TRUE(google::protobuf::TextFormat::ParseFromString(s["mixer"].get<std::string>(),
+                                                            config.add_mixer()));
+  const auto layer = make_mixer(s["type"], {config, 0, 1});
+  const TestBatch batch(s["batch"], s["length"], 2, s["starts"]);
+  expect_layer(stored, *layer, batch, config.width(), length);
+}
+
+// Lengths of sums: projections, phi, keys that a position sees and queries that see a key.
+TEST(Oracle, Compress) { expect_configured("compress", 12 + 32 + 128 + 10 + 131); }
+TEST(Oracle, NsaOfFlasParts) { expect_configured("nsa_fla", 12 + 32 + 64 + 10 + 160); }
+TEST(Oracle, NsaOverlappingBlocksAndDocuments) {
+  expect_configured("nsa", 8 + 16 + 128 + 10 + 1280);
+}
 
 TEST(Oracle, EmbeddingHeadAndCrossEntropy) {
   const Json stored = read("ends");
