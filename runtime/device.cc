@@ -147,8 +147,8 @@ void Queue::synchronize() {}
 
 Device::Device(int threads) : queue_(threads) {}
 
-std::byte* Device::allocate(std::int64_t bytes) {
-  const std::size_t size = static_cast<std::size_t>(std::max<std::int64_t>(bytes, 1));
+std::byte* map_memory(std::int64_t bytes) {
+  const auto size = static_cast<std::size_t>(std::max<std::int64_t>(bytes, 1));
   void* memory = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (memory == MAP_FAILED) {
     throw Error(ExitCode::kUsage, "out of memory: the system refused " + std::to_string(bytes) +
@@ -156,14 +156,21 @@ std::byte* Device::allocate(std::int64_t bytes) {
                                       "); `tessera plan` shows what they are for");
   }
   madvise(memory, size, MADV_HUGEPAGE);
-  // Touched here, in pieces shared over the threads, so that no step pays for it.
-  queue_.fill_zero(View(DType::kF32, {static_cast<std::int64_t>(size) / 4}, memory));
   return static_cast<std::byte*>(memory);
 }
 
-void Device::release(std::byte* memory, std::int64_t bytes) {
+void unmap_memory(std::byte* memory, std::int64_t bytes) {
   munmap(memory, static_cast<std::size_t>(std::max<std::int64_t>(bytes, 1)));
 }
+
+std::byte* Device::allocate(std::int64_t bytes) {
+  std::byte* const memory = map_memory(bytes);
+  // Touched here, in pieces shared over the threads, so that no step pays for it.
+  queue_.fill_zero(View(DType::kF32, {bytes / 4}, memory));
+  return memory;
+}
+
+void Device::release(std::byte* memory, std::int64_t bytes) { unmap_memory(memory, bytes); }
 
 std::string Device::description() const {
   const int threads = queue_.threads();

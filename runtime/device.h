@@ -130,6 +130,11 @@ class Device {
   Queue queue_;
 };
 
+// Zeroed memory of the process, not yet touched, in huge pages where the system grants them. Throws
+// kUsage, naming the amount, when there isn't that much.
+std::byte* map_memory(std::int64_t bytes);
+void unmap_memory(std::byte* memory, std::int64_t bytes);
+
 // Must be called before MPI_Init: tells malloc to keep large blocks, so that the libraries' own
 // buffers are touched once and not at every call.
 void keep_large_allocations();

@@ -128,7 +128,11 @@ std::size_t hash_of(const ProductKey& key) {
 }  // namespace
 
 ProductCache::ProductCache() : slots_(64) {}
-ProductCache::~ProductCache() = default;
+ProductCache::~ProductCache() {
+  for (const Room& room : scratch_) {
+    if (room.memory != nullptr) unmap_memory(room.memory, room.bytes);
+  }
+}
 
 PreparedProduct& ProductCache::find_or_prepare(const ProductKey& key) {
   std::size_t slot = hash_of(key) & (slots_.size() - 1);
@@ -146,13 +150,15 @@ PreparedProduct& ProductCache::find_or_prepare(const ProductKey& key) {
 }
 
 std::byte* ProductCache::scratch(std::size_t which, std::int64_t bytes) {
-  constexpr std::size_t kLine = 64;
-  std::vector<std::byte>& room = scratch_[which];
-  const std::size_t needed = static_cast<std::size_t>(bytes) + kLine;
-  if (room.size() < needed) room.resize(needed);
-  void* place = room.data();
-  std::size_t left = room.size();
-  return static_cast<std::byte*>(std::align(kLine, static_cast<std::size_t>(bytes), place, left));
+  Room& room = scratch_[which];
+  if (room.bytes < bytes) {
+    constexpr std::int64_t kHugePage = std::int64_t{2} << 20;
+    const std::int64_t size = (bytes + kHugePage - 1) / kHugePage * kHugePage;
+    std::byte* const memory = map_memory(size);
+    if (room.memory != nullptr) unmap_memory(room.memory, room.bytes);
+    room = {memory, size};
+  }
+  return room.memory;
 }
 
 void ProductCache::grow() {

@@ -39,7 +39,11 @@ class ProductCache {
   };
   std::vector<Slot> slots_;
   std::size_t used_ = 0;
-  std::array<std::vector<std::byte>, 3> scratch_;
+  struct Room {
+    std::byte* memory = nullptr;
+    std::int64_t bytes = 0;
+  };
+  std::array<Room, 3> scratch_;
 };
 
 }  // namespace tessera
