@@ -39,7 +39,7 @@ void expect_recurrence(const Size& s, std::int64_t sequences, std::int64_t lengt
                                              s.key_heads, s.head_width, batch.segments};
   // bf16: projections, SiLU, dt v, scores, o, norm, mixed, output; the same again backward.
   const bool half = compute == DType::kBF16;
-  expect_layer(
+  expect_mixer(
       run,
       [&](const reference::Array& x, const std::vector<reference::Array>& p) {
         return plain.forward(x, p);
@@ -54,17 +54,18 @@ TEST(Linear, AgreesWithFloat64AtEveryLength) {
   }
 }
 
+// (Fast decays need outputs that aren't near 0, where the norm is too steep for finite
+// differences.)
 TEST(Linear, AgreesWithFloat64InDocuments) {
-  for (const double slow : {-1.0, 1.0, 4.0}) {
-    expect_recurrence(kSmall, 2, 141, {0, 1, 50, 127, 128, 130}, DType::kF32, slow);
-    expect_recurrence({9, 3, 3, 4}, 1, 300, {0, 129}, DType::kF32, slow);
-  }
+  expect_recurrence({9, 3, 3, 4}, 1, 300, {0, 129}, DType::kF32, -1.0);
+  expect_recurrence(kSmall, 2, 141, {0, 1, 50, 127, 128, 130}, DType::kF32, 1.0);
+  expect_recurrence(kSmall, 2, 141, {0, 1, 50, 127, 128, 130}, DType::kF32, 4.0);
 }
 
 TEST(Linear, AgreesWithFloat64InBFloat16) {
   ASSERT_TRUE(has_products(DType::kBF16)) << "this CPU has no AVX-512: bf16 can't be tested here";
-  for (const double slow : {-1.0, 1.0, 4.0}) {
-    expect_recurrence({20, 4, 2, 8}, 2, 141, {0, 33, 64, 130}, DType::kBF16, slow);
+  for (const double slow : {-1.0, 4.0}) {
+    expect_recurrence({20, 4, 2, 8}, 1, 141, {0, 33, 64, 130}, DType::kBF16, slow);
   }
 }
 
@@ -73,38 +74,30 @@ TEST(Linear, AgreesWithFloat64InBFloat16) {
 TEST(Linear, TheSoftmaxKindAgreesWithFloat64) {
   for (const DType compute : {DType::kF32, DType::kBF16}) {
     if (!has_products(compute)) continue;
-    const Size s = {20, 4, 2, 8};
-    const TestBatch batch(2, 141, 2, {0, 33, 64, 130});
+    const Size s = {12, 4, 2, 8};
+    const TestBatch batch(1, 45, 2, {0, 17});
     const auto layer = make(s, true, compute);
     LayerRun run(*layer, batch, s.width, compute);
     const std::int64_t wide = s.heads * s.head_width;
-    reference::Attention attention = {};
-    attention.batch = 2;
-    attention.length = attention.window = 141;
-    attention.heads = s.heads;
-    attention.key_value_heads = s.key_heads;
-    attention.width = s.head_width;
-    attention.segments = batch.segments;
-    const reference::AttentionMixer mixer = {attention, s.width, 100.0, false};
-    reference::Array identity(static_cast<std::size_t>(wide * wide), 0.0);
-    for (std::int64_t i = 0; i < wide; ++i) identity[static_cast<std::size_t>(i * wide + i)] = 1.0;
+    const reference::Attention attention = {2,   141,           s.heads, s.key_heads, s.head_width,
+                                            141, batch.segments};
     const bool half = compute == DType::kBF16;
-    expect_layer(
+    expect_mixer(
         run,
         [&](const reference::Array& x, const std::vector<reference::Array>& p) {
           reference::Array q = reference::linear(x, p[0], s.width, wide);
           const std::int64_t narrow = s.key_heads * s.head_width;
           reference::Array k = reference::linear(x, p[1], s.width, narrow);
           const reference::Array v = reference::linear(x, p[2], s.width, narrow);
-          q = reference::rope(q, 141, s.heads, s.head_width, 100.0);
-          k = reference::rope(k, 141, s.key_heads, s.head_width, 100.0);
+          q = reference::rope(q, 45, s.heads, s.head_width, 100.0);
+          k = reference::rope(k, 45, s.key_heads, s.head_width, 100.0);
           const reference::Array o = attention.forward(q, k, v);
           const reference::Array gate = reference::linear(x, p[3], s.width, wide);
           return reference::linear(
               reference::gated_norm(o, gate, p[4], wide, s.head_width, false, 1e-6), p[5], wide,
               s.width);
         },
-        half ? 16 : 2 * s.width + 2 * wide + 2 * 141, half ? kHalfEpsilon : kEpsilon);
+        half ? 16 : 2 * s.width + 2 * wide + 2 * 45, half ? kHalfEpsilon : kEpsilon);
   }
 }
 

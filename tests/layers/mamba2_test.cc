@@ -36,7 +36,7 @@ void expect_mamba2(const Size& s, std::int64_t sequences, std::int64_t length,
   const reference::Mamba2 plain = plain_of(s, batch);
   // bf16: projection, convolution, dt x, scores, y, norm, output; the same again backward.
   const bool half = compute == DType::kBF16;
-  expect_layer(
+  expect_mixer(
       run,
       [&](const reference::Array& x, const std::vector<reference::Array>& p) {
         return plain.forward(x, p);
@@ -51,19 +51,18 @@ TEST(Mamba2, AgreesWithFloat64AtEveryLength) {
 }
 
 TEST(Mamba2, AgreesWithFloat64InDocuments) {
-  for (const double slow : {-1.0, 1.0, 4.0}) {
-    expect_mamba2({6, 2, 4, 5, 1}, 2, 141, {0, 1, 2, 50, 127, 128}, DType::kF32, slow);
-    expect_mamba2({6, 2, 2, 3, 3}, 1, 300, {0, 129, 255}, DType::kF32, slow);
-    expect_mamba2({5, 2, 1, 4, 2}, 1, 270, {0, 256, 257}, DType::kF32, slow);
-  }
+  expect_mamba2({6, 2, 4, 5, 1}, 1, 141, {0, 1, 2, 50, 127, 128}, DType::kF32, -1.0);
+  expect_mamba2({6, 2, 4, 5, 1}, 2, 70, {0, 1, 2, 33, 63, 64}, DType::kF32, 4.0);
+  expect_mamba2({4, 2, 2, 3, 2}, 1, 300, {0, 129, 255}, DType::kF32, 1.0);
+  expect_mamba2({4, 2, 1, 4, 2}, 1, 270, {0, 256, 257}, DType::kF32, 4.0);
 }
 
 TEST(Mamba2, AgreesWithFloat64InBFloat16) {
   ASSERT_TRUE(has_products(DType::kBF16)) << "this CPU has no AVX-512: bf16 can't be tested here";
-  for (const double slow : {-1.0, 1.0, 4.0}) {
-    expect_mamba2({16, 2, 8, 8, 2}, 2, 141, {0, 33, 64, 130}, DType::kBF16, slow);
-    expect_mamba2({16, 2, 4, 8, 1}, 1, 300, {0, 100}, DType::kBF16, slow);
+  for (const double slow : {-1.0, 4.0}) {
+    expect_mamba2({8, 2, 8, 8, 2}, 1, 141, {0, 33, 64, 130}, DType::kBF16, slow);
   }
+  expect_mamba2({8, 2, 4, 8, 1}, 1, 300, {0, 100}, DType::kBF16, 2.0);
 }
 
 class Mamba2Types : public ::testing::TestWithParam<DType> {

@@ -32,6 +32,41 @@ inline void fill_parameter(LayerRun& run, const std::string& name, double mean, 
   }
 }
 
+// As expect_layer, for mixers whose outputs are normed. What scales all of a head's outputs alike
+// is taken out by the norm: the terms of the gradients of steps and rates, as large as those of the
+// norm's weight, cancel.
+inline void expect_mixer(LayerRun& run,
+                         const std::function<reference::Array(
+                             const reference::Array&, const std::vector<reference::Array>&)>& layer,
+                         std::int64_t length, double epsilon = kEpsilon) {
+  run.forward();
+  run.backward();
+  const reference::Array x = to_double(run.in());
+  const std::vector<reference::Array> p = to_double(run.parameters);
+  const reference::Array d_out = to_double(run.d_out());
+  expect_close("out", run.out(), layer(x, p), length, 0.0, epsilon);
+  expect_gradient(
+      "d_in", run.d_in(), x,
+      [&](const reference::Array& at) { return reference::dot(layer(at, p), d_out); }, length, 0.0,
+      epsilon);
+  const std::vector<ParameterSpec> specs = run.layer.parameters();
+  double norm_terms = 0.0;
+  for (std::size_t i = 0; i < specs.size(); ++i) {
+    if (specs[i].name == "norm.weight") norm_terms = largest(to_double(run.d_parameters[i]));
+  }
+  for (std::size_t i = 0; i < specs.size(); ++i) {
+    expect_gradient(
+        "d_" + specs[i].name, run.d_parameters[i], p[i],
+        [&](const reference::Array& at) {
+          std::vector<reference::Array> moved = p;
+          moved[i] = at;
+          return reference::dot(layer(x, moved), d_out);
+        },
+        epsilon == kEpsilon ? length + run.batch.batch.shape.rows() : length,
+        specs[i].full_precision ? norm_terms : 0.0, epsilon);
+  }
+}
+
 inline void change_row(const View& rows, std::int64_t row) {
   const std::int64_t width = rows.extent(1);
   for (std::int64_t i = row * width; i < (row + 1) * width; ++i) {
