@@ -4,7 +4,9 @@
 #include <cmath>
 
 #include "layers/mixers/compress/compress.h"
+#include "layers/mixers/differential/differential.h"
 #include "layers/mixers/full/full.h"
+#include "layers/mixers/hybrid/hybrid.h"
 #include "layers/mixers/linear/linear.h"
 #include "layers/mixers/mamba2/mamba2.h"
 #include "layers/mixers/nsa/nsa.h"
@@ -21,6 +23,8 @@ constexpr std::array kMixerTypes = {
     MixerType{"compress", 'C', make_compress},
     MixerType{"linear", 'L', make_linear},
     MixerType{"mamba2", 'M', make_mamba2},
+    MixerType{"differential", 'G', make_differential},
+    MixerType{"hybrid", 'H', make_hybrid},
 };
 
 // The name of the type that a configuration holds; empty when it holds none.

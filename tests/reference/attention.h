@@ -16,11 +16,7 @@ struct Attention {
   std::int64_t value_width = width;
   std::int64_t block = 1, stride = 1;
 
-  std::int64_t keys() const {
-    std::int64_t count = 0;
-    while (stride * count + block <= length) ++count;
-    return count;
-  }
+  std::int64_t keys() const { return length < block ? 0 : (length - block) / stride + 1; }
   bool sees(std::int64_t b, std::int64_t i, std::int64_t j) const {
     return stride * j + block - 1 <= i && i - stride * j < window &&
            stride * j >= segments[at(b * length + i)];
