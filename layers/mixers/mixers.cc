@@ -19,11 +19,11 @@ namespace {
 constexpr std::array kMixerTypes = {
     MixerType{"full", 'F', make_full},
     MixerType{"sliding", 'S', make_sliding},
-    MixerType{"nsa", 'N', make_nsa},
-    MixerType{"compress", 'C', make_compress},
+    MixerType{"differential", 'G', make_differential},
     MixerType{"linear", 'L', make_linear},
     MixerType{"mamba2", 'M', make_mamba2},
-    MixerType{"differential", 'G', make_differential},
+    MixerType{"nsa", 'N', make_nsa},
+    MixerType{"compress", 'C', make_compress},
     MixerType{"hybrid", 'H', make_hybrid},
 };
 

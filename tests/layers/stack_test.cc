@@ -209,9 +209,9 @@ TEST(Stack, NamesShapesAndDecay) {
                                              "model.layers.0.mixer.q_proj.weight",
                                              "model.layers.0.mixer.k_proj.weight",
                                              "model.layers.0.mixer.v_proj.weight",
-                                             "model.layers.0.mixer.o_proj.weight",
                                              "model.layers.0.mixer.q_norm.weight",
                                              "model.layers.0.mixer.k_norm.weight",
+                                             "model.layers.0.mixer.o_proj.weight",
                                              "model.layers.0.post_norm.weight",
                                              "model.layers.0.feed_forward.gate_proj.weight",
                                              "model.layers.0.feed_forward.up_proj.weight",
@@ -365,10 +365,13 @@ TEST(Config, B35_RefusalsNameTheField) {
       {"init_deviation: -1", "model.init_deviation: must be above 0, is -1"},
       {"width: 1000000", "model.width: must be at most 262144, is 1000000"},
       {"schedule { explicit: \"FX\" }",
-       "model.schedule.explicit: unknown letter 'X' for layer 1; known: F full, S sliding"},
+       "model.schedule.explicit: unknown letter 'X' for layer 1; known: F full, S sliding, "
+       "G differential, L linear, M mamba2, N nsa, C compress, H hybrid"},
       {"schedule { explicit: \" \" }", "model.schedule.explicit: must name at least one layer"},
       {"schedule { latin { order: \"full\" order: \"fool\" } }",
-       "model.schedule.latin.order[1]: must be one of full, sliding, is \"fool\""},
+       "model.schedule.latin.order[1]: must be one of full, sliding, differential, linear, mamba2, "
+       "nsa, compress, "
+       "hybrid, is \"fool\""},
       {"schedule { latin { order: \"full\" order: \"full\" } }",
        "model.schedule.latin.order[1]: \"full\" stands twice; a Latin square needs different "
        "types"},
@@ -379,7 +382,9 @@ TEST(Config, B35_RefusalsNameTheField) {
       {"schedule { block { order: \"full\" layers: -1 } }",
        "model.schedule.block.layers: must be at least 1, is -1"},
       {"schedule { homogeneous { layers: 3 } }",
-       "model.schedule.homogeneous.type: must be one of full, sliding, is \"\""},
+       "model.schedule.homogeneous.type: must be one of full, sliding, differential, linear, "
+       "mamba2, nsa, compress, "
+       "hybrid, is \"\""},
       {"mixer { full { heads: 1 key_value_heads: 1 head_width: 2 } }",
        "model.mixer[2]: full is configured a second time (first in model.mixer[0])"},
   };
