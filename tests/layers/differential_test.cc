@@ -4,6 +4,9 @@
 
 #include <google/protobuf/text_format.h>
 
+#include <fstream>
+#include <nlohmann/json.hpp>
+
 #include "tests/layers/mixer_checks.h"
 #include "tests/reference/differential.h"
 
@@ -16,14 +19,15 @@ struct DifferentialShape {
   std::int64_t layer = 1;
 };
 
-std::unique_ptr<Layer> make(const DifferentialShape& s, DType compute = DType::kF32) {
+std::unique_ptr<Layer> make(const DifferentialShape& s, DType compute = DType::kF32,
+                            const std::string& theta = "100") {
   const std::string text =
       "width: " + std::to_string(s.width) +
       " vocabulary: 8 length: 4096 feed_forward { width: 8 } mixer { differential { attention { "
       "heads: " +
       std::to_string(s.heads) + " key_value_heads: " + std::to_string(s.key_value_heads) +
-      " head_width: " + std::to_string(s.head_width) +
-      " rope_theta: 100 query_key_norm: " + (s.norm ? "true" : "false") + " } } }";
+      " head_width: " + std::to_string(s.head_width) + " rope_theta: " + theta +
+      " query_key_norm: " + (s.norm ? "true" : "false") + " } } }";
   ModelConfig config;
   EXPECT_TRUE(google::protobuf::TextFormat::ParseFromString(text, &config)) << text;
   return make_mixer("differential", {config, s.layer, 49, compute});
@@ -131,6 +135,49 @@ TEST(Differential, InBFloat16AgreesWithFloat64) {
           return mixer.forward(x, p);
         },
         14, kHalfEpsilon);
+  }
+}
+
+// Against what DiffLlama of the transformers package computes (tests/oracle/make_differential.py).
+TEST(Differential, AgreesWithTransformers) {
+  for (const std::string name : {"differential", "differential_documents"}) {
+    SCOPED_TRACE(name);
+    std::ifstream file(std::string(TESSERA_SOURCE_DIR) + "/tests/oracle/" + name + ".json");
+    ASSERT_TRUE(file.good());
+    const auto stored = nlohmann::json::parse(file);
+    const auto& s = stored["settings"];
+    ASSERT_EQ(s["theta"], 10000.0);
+    const DifferentialShape shape = {s["width"],      s["heads"], s["key_value_heads"],
+                                     s["head_width"], false,      s["layer"]};
+    const TestBatch batch(s["batch"], s["length"], 2, s["starts"]);
+    const auto layer = make(shape, DType::kF32, "10000");
+    LayerRun run(*layer, batch, shape.width);
+    const auto array = [](const nlohmann::json& of) {
+      return of.at("values").get<reference::Array>();
+    };
+    const auto fill = [&](const View& view, const nlohmann::json& of) {
+      const reference::Array from = array(of);
+      ASSERT_EQ(static_cast<std::size_t>(view.count()), from.size());
+      for (std::size_t i = 0; i < from.size(); ++i) {
+        view.as<float>()[i] = static_cast<float>(from[i]);
+      }
+    };
+    const std::vector<ParameterSpec> specs = layer->parameters();
+    fill(run.in(), stored["inputs"]["x"]);
+    fill(run.d_out(), stored["d_out"]);
+    ASSERT_EQ(stored["inputs"].size(), specs.size() + 1);
+    for (std::size_t i = 0; i < specs.size(); ++i) {
+      fill(run.parameters[i], stored["inputs"].at(specs[i].name));
+    }
+    run.forward();
+    run.backward();
+    const std::int64_t length = sums(shape, batch.batch.shape.length);
+    expect_close("out", run.out(), array(stored["out"]), length);
+    expect_close("d_in", run.d_in(), array(stored["gradients"]["x"]), length);
+    for (std::size_t i = 0; i < specs.size(); ++i) {
+      expect_close("d_" + specs[i].name, run.d_parameters[i],
+                   array(stored["gradients"].at(specs[i].name)), length + batch.batch.shape.rows());
+    }
   }
 }
 
