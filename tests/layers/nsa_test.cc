@@ -411,26 +411,33 @@ TEST(Nsa, B22_NoBitBeforeAChangedPositionMoves) {
   }
 }
 
-TEST(Nsa, B22_NothingCrossesADocumentsStart) {
-  NsaSizes s = {12, 4, 2, 4};
-  s.most = 5;
-  const auto layer = make(s);
-  for (const std::int64_t start : {1, 4, 8, 15, 16, 40, 63, 64, 128}) {
-    const TestBatch batch(1, 300, 2, {0, start});
-    LayerRun run(*layer, batch, s.width);
+// Changes the whole first document, its choices too, so that the second one's queries stand
+// elsewhere among those that are gathered for the block that both share.
+void expect_documents_apart(const NsaSizes& s, DType compute, std::int64_t length,
+                            const std::vector<std::int64_t>& starts) {
+  const auto layer = make(s, compute);
+  for (const std::int64_t start : starts) {
+    const TestBatch batch(1, length, 2, {0, start});
+    LayerRun run(*layer, batch, s.width, compute);
     run.forward();
     run.backward();
     const std::vector<float> out = values(run.out()), d_in = values(run.d_in());
-    // The whole first document changes, its choices too.
-    for (std::int64_t i = 0; i < start * s.width; ++i) {
-      run.in().as<float>()[i] = 1.0F - 2.0F * run.in().as<float>()[i];
-    }
+    fill_normal(run.in().slice(0, start), "changed", 2.0);
     run.forward();
     run.backward();
-    const std::int64_t from = start * s.width, count = 300 * s.width - from;
+    const std::int64_t from = start * s.width, count = length * s.width - from;
     EXPECT_TRUE(same_bits(run.out().as<float>() + from, out.data() + from, count)) << start;
     EXPECT_TRUE(same_bits(run.d_in().as<float>() + from, d_in.data() + from, count)) << start;
     EXPECT_FALSE(same_bits(run.out().as<float>(), out.data(), from)) << start;
+  }
+}
+
+TEST(Nsa, B22_NothingCrossesADocumentsStart) {
+  NsaSizes s = {12, 4, 2, 4};
+  s.most = 5;
+  for (const DType compute : {DType::kF32, DType::kBF16}) {
+    expect_documents_apart(s, compute, 300, {1, 4, 8, 15, 16, 40, 63, 64, 128});
+    expect_documents_apart({16, 2, 1, 64, 32, 16, 5, 64, 4, 100}, compute, 700, {301, 333, 384});
   }
 }
 
