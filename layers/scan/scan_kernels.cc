@@ -138,14 +138,39 @@ void exponentials(float* x, std::int64_t n) {
 }
 
 // to = from, row by row, or from * factors[row] where there are factors.
-void pack(Elements from, std::int64_t from_stride, const float* factors, std::int64_t rows,
-          std::int64_t width, Elements to, std::int64_t to_stride) {
+template <class From, class To>
+HWY_INLINE void pack_as(const From* from, std::int64_t from_stride, const float* factors,
+                        std::int64_t rows, std::int64_t width, To* to, std::int64_t to_stride) {
   for (std::int64_t r = 0; r < rows; ++r) {
     const FloatVector factor = hn::Set(Floats(), factors == nullptr ? 1.0F : factors[r]);
     for_vectors(width, [&](std::int64_t i, std::int64_t count) HWY_ATTR {
       store(hn::Mul(load(from + r * from_stride + i, count), factor), to + r * to_stride + i,
             count);
     });
+  }
+}
+
+void pack(Elements from, std::int64_t from_stride, const float* factors, std::int64_t rows,
+          std::int64_t width, Elements to, std::int64_t to_stride) {
+  if (factors == nullptr && from.dtype == to.dtype) {
+    const auto bytes = static_cast<std::size_t>(width * size_of(to.dtype));
+    for (std::int64_t r = 0; r < rows; ++r) {
+      std::memcpy((to + r * to_stride).data, (from + r * from_stride).data, bytes);
+    }
+    return;
+  }
+  const auto* const floats = reinterpret_cast<const float*>(from.data);
+  const auto* const halves = reinterpret_cast<const BFloat16*>(from.data);
+  auto* const to_floats = reinterpret_cast<float*>(to.data);
+  auto* const to_halves = reinterpret_cast<BFloat16*>(to.data);
+  if (from.dtype == DType::kF32 && to.dtype == DType::kF32) {
+    pack_as(floats, from_stride, factors, rows, width, to_floats, to_stride);
+  } else if (from.dtype == DType::kF32) {
+    pack_as(floats, from_stride, factors, rows, width, to_halves, to_stride);
+  } else if (to.dtype == DType::kF32) {
+    pack_as(halves, from_stride, factors, rows, width, to_floats, to_stride);
+  } else {
+    pack_as(halves, from_stride, factors, rows, width, to_halves, to_stride);
   }
 }
 
