@@ -1,0 +1,118 @@
+#!/usr/bin/env python3
+"""`audit`, `plan --match` and `profile` as a user starts them."""
+import json
+import os
+import sys
+
+sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "ranks"))
+import harness  # noqa: E402
+from harness import run  # noqa: E402
+
+
+def audit(*arguments, ranks=0, expect=0):
+    command = [harness.TESSERA, "audit", *arguments]
+    if ranks:
+        command = harness.MPIRUN + ["-n", str(ranks)] + command
+    return run(command, expect=expect, timeout=300)
+
+
+def read(path):
+    with open(path, encoding="utf-8") as file:
+        return file.read()
+
+
+def test_the_certificate_is_the_same_on_any_number_of_ranks():
+    config = harness.make_config()
+    folders = []
+    for ranks, threads in ((0, 1), (2, 1), (3, 2)):
+        folder = harness.new_folder(f"audit-{ranks}")
+        done = audit("--config", config, "--out", folder, "--set", f"execution.threads={threads}",
+                     ranks=ranks)
+        assert "clean: every difference is exactly 0; 24/24" in done.stdout, done.stdout
+        folders.append(folder)
+    for folder in folders[1:]:
+        for name in ("audit.json", "audit.md"):
+            harness.assert_same_file(f"{folder}/{name}", f"{folders[0]}/{name}")
+    certificate = json.loads(read(folders[0] + "/audit.json"))
+    assert certificate["verdict"] == "clean"
+    assert certificate["control"]["injected"] == certificate["control"]["localised"]
+    assert [layer["delta"] for layer in certificate["layers"]] == [0.0] * 3
+    assert certificate["length"] > 128 and certificate["trained_length"] == 48
+    assert not [name for name in os.listdir(folders[0]) if "partial" in name]
+
+
+def test_a_checkpoint_is_audited_with_its_own_parameters():
+    config = harness.make_config(steps=2)
+    folder = harness.new_folder("trained")
+    harness.train(config, folder)
+    checkpoint = harness.last_checkpoint(folder)
+    audit("--checkpoint", checkpoint)
+    one = json.loads(read(folder + "/audit/audit.json"))
+    assert one["verdict"] == "clean" and one["step"] == 2, one
+    assert one["checkpoint"] == checkpoint
+    two = json.loads(audit("--checkpoint", checkpoint, "--json", ranks=2).stdout)
+    assert two == one
+    drawn = json.loads(audit("--config", config, "--json", "--out",
+                             harness.new_folder("drawn")).stdout)
+    assert [f["delta"] for f in drawn["control"]["faults"]] != \
+        [f["delta"] for f in one["control"]["faults"]]
+    # Another model's config is refused.
+    done = audit("--config", config, "--checkpoint", checkpoint, "--set",
+                 "model.mixer[1].sliding.window=9", expect=2)
+    assert "model.mixer[1].sliding.window" in done.stderr and done.stderr.count("\n") == 1, done
+    audit("--checkpoint", folder + "/checkpoints/none.h5", expect=4)
+
+
+def test_what_cant_be_audited_is_refused():
+    config = harness.make_config()
+    done = audit("--config", config, "--length", "100", expect=2)
+    assert "--length: must be above every size" in done.stderr, done.stderr
+    done = audit(expect=2)
+    assert "--config or --checkpoint" in done.stderr, done.stderr
+    done = audit("--config", config, "--length", "100", ranks=2, expect=2)
+    assert done.stderr.count("tessera: ") == 1, done.stderr
+
+
+def test_no_certificate_of_a_model_that_the_control_cant_see():
+    config = harness.make_config()
+    folder = harness.new_folder("weak")
+    done = audit("--config", config, "--out", folder, "--set", "model.init_deviation=1e-9",
+                 expect=1)
+    assert "inconclusive" in done.stdout, done.stdout
+    assert json.loads(read(folder + "/audit.json"))["verdict"] == "inconclusive"
+
+
+def test_plan_matches_parameters():
+    config = harness.make_config()
+    text = run([harness.TESSERA, "plan", "--config", config, "--match", "90000"]).stdout
+    sets = []
+    for line in text.splitlines()[:2]:
+        sets += ["--set", line]
+    plan = json.loads(run([harness.TESSERA, "plan", "--config", config, "--json", *sets]).stdout)
+    assert abs(plan["total_parameters"] - 90000) <= 60, (text, plan["total_parameters"])
+    done = run([harness.TESSERA, "plan", "--config", config, "--match", "5"], expect=2)
+    assert done.stderr.startswith("tessera: --match: "), done.stderr
+    table = run([harness.TESSERA, "plan", "--config", config]).stdout
+    assert "F full, S sliding" in table and "F S F" in table, table
+
+
+def test_profile_writes_what_it_prints():
+    config = harness.make_config()
+    folder = harness.new_folder("profile")
+    command = [harness.TESSERA, "profile", "--config", config, "--lengths", "128,64", "--repeats",
+               "2", "--out", folder]
+    table = run(command).stdout
+    assert table.startswith(read(folder + "/profile.txt")), table
+    result = json.loads(run([*command, "--json"]).stdout)
+    assert [line["length"] for line in result["lines"]] == [64, 128] * 2
+    assert set(result["slopes"]) == {"full", "sliding"}
+    assert read(folder + "/profile.csv").count("\n") == 1 + 2 * 4
+    assert read(folder + "/profile.svg").startswith("<svg ")
+    only = json.loads(run([*command, "--json", "--forward-only", "--mixers", "sliding"]).stdout)
+    assert "forward_backward" not in only["lines"][0] and len(only["lines"]) == 2
+    done = run([*command, "--mixers", "hyena"], expect=2)
+    assert "--mixers: hyena" in done.stderr, done.stderr
+
+
+if __name__ == "__main__":
+    harness.main(globals())

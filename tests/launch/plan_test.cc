@@ -1,0 +1,89 @@
+// The parameter matcher and the table of explicit letters.
+#include <gmock/gmock.h>
+#include <google/protobuf/text_format.h>
+#include <gtest/gtest.h>
+
+#include <set>
+
+#include "launch/match.h"
+#include "layers/mixers/mixers.h"
+#include "runtime/error.h"
+
+namespace tessera {
+namespace {
+
+ModelConfig model_of(std::int64_t layers) {
+  ModelConfig model;
+  EXPECT_TRUE(google::protobuf::TextFormat::ParseFromString(
+      R"(width: 24 vocabulary: 100 length: 1 feed_forward { width: 7 }
+         mixer { full { heads: 2 key_value_heads: 1 head_width: 8 } }
+         schedule { homogeneous { type: "full" layers: )" +
+          std::to_string(layers) + " } }",
+      &model));
+  return model;
+}
+
+std::int64_t count(ModelConfig model, std::int64_t width, std::int64_t wider) {
+  model.mutable_feed_forward()->set_width(width);
+  model.mutable_feed_forward()->set_wider_layers(wider);
+  return Stack(model).parameter_count();
+}
+
+TEST(Match, FindsTheNearestOfAllWidths) {
+  const ModelConfig model = model_of(5);
+  // One more in one layer is 3 * 24 = 72 parameters.
+  for (std::int64_t target = count(model, 1, 0); target < count(model, 4, 0); target += 5) {
+    const ParameterMatch match = match_parameters(model, target);
+    EXPECT_EQ(match.parameters, count(model, match.width, match.wider_layers));
+    EXPECT_LE(std::abs(match.parameters - target), 36) << target;
+    EXPECT_GE(match.wider_layers, 0);
+    EXPECT_LT(match.wider_layers, 5);
+  }
+  const ParameterMatch exact = match_parameters(model, count(model, 40, 3));
+  EXPECT_EQ(exact.width, 40);
+  EXPECT_EQ(exact.wider_layers, 3);
+}
+
+TEST(Match, TheFirstLayersAreWider) {
+  ModelConfig model = model_of(4);
+  model.mutable_feed_forward()->set_wider_layers(2);
+  const Stack stack(model);
+  for (std::size_t l = 0; l < 4; ++l) {
+    EXPECT_EQ(stack.blocks()[l].feed_forward().parameters()[0].shape[0], l < 2 ? 8 : 7);
+  }
+}
+
+TEST(Match, B35_WhatCantBeIsRefused) {
+  const ModelConfig model = model_of(3);
+  const auto refusal = [&](std::int64_t target) {
+    try {
+      match_parameters(model, target);
+    } catch (const Error& error) {
+      EXPECT_EQ(error.code(), ExitCode::kUsage);
+      return std::string(error.what());
+    }
+    return std::string("nothing was refused");
+  };
+  EXPECT_THAT(refusal(count(model, 1, 0) - 1), testing::StartsWith("--match: the model has "));
+  EXPECT_THAT(refusal(std::int64_t{1} << 50), testing::HasSubstr("feed-forward of width "));
+}
+
+TEST(Schedule, EveryTypeHasALetterOfItsOwn) {
+  std::set<char> letters;
+  std::string all;
+  for (const MixerType& type : mixer_types()) {
+    EXPECT_TRUE(letters.insert(type.letter).second) << type.letter;
+    EXPECT_EQ(find_mixer_type(type.name), &type);
+    all += type.letter;
+  }
+  Schedule schedule;
+  schedule.set_explicit_(all);
+  const std::vector<std::string> types = schedule_types(schedule);
+  ASSERT_EQ(types.size(), mixer_types().size());
+  for (std::size_t i = 0; i < types.size(); ++i) EXPECT_EQ(types[i], mixer_types()[i].name);
+  const std::set<char> known = {'F', 'S', 'G', 'L', 'M', 'N', 'C', 'H'};
+  EXPECT_EQ(letters, known);
+}
+
+}  // namespace
+}  // namespace tessera
