@@ -154,6 +154,7 @@ void expect_choice(const LayerRun& run, const NsaSizes& s) {
   const reference::Array by_head = to_double(saved(run, "compressed_keys"));
   reference::Nsa mixer = reference_of(s, run.batch);
   const std::int64_t blocks = mixer.compressed.blocks.count(length);
+  ASSERT_GT(blocks, 0);
   reference::Array keys(
       static_cast<std::size_t>(shape.batch * blocks * s.key_value_heads * s.head_width));
   for (std::int64_t i = 0; i < static_cast<std::int64_t>(keys.size()); ++i) {
@@ -278,17 +279,17 @@ class Choice : public ::testing::Test {
 };
 
 TEST_F(Choice, AnExactTieGoesToTheLowerIndex) {
-  scores[2 * 7] = scores[2 * 12 + 1] = 1.0F;
+  scores[14] = scores[25] = 1.0F;  // of the blocks 7 and 12
   EXPECT_EQ(choose(4), (std::set<std::int64_t>{0, 7, 18, 19}));
-  std::swap(scores[2 * 7], scores[2 * 7 + 1]);
+  std::swap(scores[14], scores[15]);
   EXPECT_EQ(choose(4), (std::set<std::int64_t>{0, 7, 18, 19}));
   EXPECT_EQ(choose(5), (std::set<std::int64_t>{0, 7, 12, 18, 19}));
   EXPECT_EQ(choose(7), (std::set<std::int64_t>{0, 1, 2, 7, 12, 18, 19}));
 }
 
 TEST_F(Choice, ANearTieGoesToTheLarger) {
-  scores[2 * 7] = 1.0F;
-  scores[2 * 12 + 1] = 1.0F + 4e-6F;  // a few units of its probability's last place
+  scores[14] = 1.0F;
+  scores[25] = 1.0F + 4e-6F;  // a few units of its probability's last place
   EXPECT_EQ(choose(4), (std::set<std::int64_t>{0, 12, 18, 19}));
 }
 
@@ -556,7 +557,7 @@ TEST(Nsa, MeanSelectedKeysIsTheirCount) {
   for (const std::int64_t length : {1, 7, 8, 23, 24, 25, 31, 32, 100}) {
     double sum = 0.0;
     for (std::int64_t t = 0; t < length; ++t) {
-      sum += static_cast<double>(t / 8 + 1 <= 3 ? t + 1 : 2 * 8 + t % 8 + 1);
+      sum += static_cast<double>(t / 8 + 1 <= 3 ? t + 1 : 16 + t % 8 + 1);
     }
     EXPECT_DOUBLE_EQ(shape.mean_keys(length), sum / static_cast<double>(length)) << length;
   }
