@@ -122,17 +122,18 @@ struct Scan::Room {
             pairs.own_columns + at};
   }
 
-  Elements q, k;                            // [runs, chunk, n], [chunk, n]
-  Elements v, v_to_end;                     // dt v [chunk, width], and decayed to the end
-  Elements d_out, d_out_from_start;         // [chunk, width], and decayed from the start
-  Elements mixed, d_scores_operand;         // [tile, chunk]
-  float *scores, *d_mixed, *d_scores;       // [tile, chunk]
-  float *sums, *d_q, *d_k;                  // [chunk, width], [chunk, n] twice
-  float *high, *low, *from_start, *to_end;  // [heads of the block, chunk], as all below
-  float *dt, *dt_to_end;                    // dt, dt * to_end
-  scan::PairSums pairs;
-  float *start_dots, *end_dots, *d_dt;
-  std::int64_t* begin;  // [chunk]: the first position of the chunk that each one sees
+  Elements q, k;                     // [runs, chunk, n], [chunk, n]
+  Elements v, v_to_end;              // dt v [chunk, width], and decayed to the end
+  Elements d_out, d_out_from_start;  // [chunk, width], and decayed from the start
+  Elements mixed, d_scores_operand;  // [tile, chunk]
+  float *scores = nullptr, *d_mixed = nullptr, *d_scores = nullptr;  // [tile, chunk]
+  float *sums = nullptr, *d_q = nullptr, *d_k = nullptr;  // [chunk, width], [chunk, n] twice
+  float *high = nullptr, *low = nullptr, *from_start = nullptr,
+        *to_end = nullptr;                    // [heads of the block, chunk], as all below
+  float *dt = nullptr, *dt_to_end = nullptr;  // dt, dt * to_end
+  scan::PairSums pairs = {};
+  float *start_dots = nullptr, *end_dots = nullptr, *d_dt = nullptr;
+  std::int64_t* begin = nullptr;  // [chunk]: the first position of the chunk that each one sees
 
  private:
   std::byte* take(std::int64_t bytes) {
@@ -367,8 +368,7 @@ double Scan::flops_per_token(std::int64_t length) const {
   const std::int64_t full = length / c_.chunk, rest = length % c_.chunk;
   const auto positions = static_cast<double>(length);
   const double visible =
-      static_cast<double>(full * (c_.chunk * (c_.chunk + 1) / 2) + rest * (rest + 1) / 2) /
-      positions;
+      static_cast<double>(full * c_.chunk * (c_.chunk + 1) + rest * (rest + 1)) / (2 * positions);
   const auto n = static_cast<double>(c_.state_width), p = static_cast<double>(c_.head_width);
   const auto heads = static_cast<double>(c_.heads);
   const auto pairs = static_cast<double>(std::max(c_.query_heads, c_.key_heads));
