@@ -211,6 +211,19 @@ TEST(Mixers, B36_FlopsAgreeWithTheHandSheet) {
       0.001);
 }
 
+TEST(Mixers, ReportTheirSizes) {
+  const auto sizes = [](std::int64_t window) {
+    std::vector<std::pair<std::string, std::int64_t>> list;
+    for (const LayerSize& size : make({8, 2, 1, 4}, window, false)->sizes()) {
+      list.emplace_back(size.name, size.positions);
+    }
+    return list;
+  };
+  using List = std::vector<std::pair<std::string, std::int64_t>>;
+  EXPECT_EQ(sizes(0), (List{{"tile", 128}}));
+  EXPECT_EQ(sizes(37), (List{{"tile", 128}, {"window", 37}}));
+}
+
 TEST(Mixers, FlagshipParametersAreThePapers) {
   for (const std::int64_t window : {0, 512}) {
     const auto layer = make({2048, 16, 4, 128}, window, false);
