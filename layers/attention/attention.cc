@@ -3,20 +3,13 @@
 #include "hwy/foreach_target.h"
 // (after foreach_target)
 #include "layers/attention/attention.h"
+#include "layers/attention/softmax-inl.h"
 #include "layers/attention/tile.h"
 #include "layers/kernels/vector-inl.h"
 
 HWY_BEFORE_NAMESPACE();
 namespace tessera {
 namespace HWY_NAMESPACE {
-
-// Lanes of columns [column, column + lanes) that lie in [begin, end).
-HWY_INLINE hn::Mask<Floats> inside(std::int64_t column, std::int64_t begin, std::int64_t end) {
-  const Floats d;
-  const FloatVector at = hn::Iota(d, static_cast<float>(column));
-  return hn::And(hn::Ge(at, hn::Set(d, static_cast<float>(begin))),
-                 hn::Lt(at, hn::Set(d, static_cast<float>(end))));
-}
 
 // One tile of the online softmax. scores [tile, tile] become probabilities relative to the new
 // maximum, 0 outside the row's visible columns [begin[r], end[r]), of type T, each row where its
@@ -25,48 +18,15 @@ HWY_INLINE hn::Mask<Floats> inside(std::int64_t column, std::int64_t begin, std:
 template <class T>
 HWY_INLINE void softmax_tile_as(float* scores, const std::int64_t* begin, const std::int64_t* end,
                                 float scale, float* row_max, float* row_sum, float* correction) {
-  const Floats d;
-  const std::int64_t step = lanes();
-  const FloatVector factor = hn::Set(d, scale);
-  const FloatVector lowest = hn::Set(d, -std::numeric_limits<float>::infinity());
   HWY_ALIGN float tile_sum[kAttentionTile];
   for (std::int64_t r = 0; r < kAttentionTile; ++r) {
-    const float* const row = scores + r * kAttentionTile;
-    T* const out = reinterpret_cast<T*>(scores + r * kAttentionTile);
-    correction[r] = 0.0F;
-    tile_sum[r] = 0.0F;
-    if (begin[r] >= end[r]) {
-      for (std::int64_t c = 0; c < kAttentionTile; c += step) store(hn::Zero(d), out + c, step);
-      continue;
-    }
-    // Only the first and the last vector of a row can reach outside its columns. (No fused
-    // multiply-subtract below: with huge scores the largest must come out as e^0.)
-    const std::int64_t first = begin[r] / step * step;
-    const auto edge = [&](std::int64_t c) { return c < begin[r] || c + step > end[r]; };
-    FloatVector largest = lowest;
-    for (std::int64_t c = first; c < end[r]; c += step) {
-      FloatVector s = hn::LoadU(d, row + c);
-      if (edge(c)) s = hn::IfThenElse(inside(c, begin[r], end[r]), s, lowest);
-      largest = hn::Max(largest, s);
-    }
-    const float tile_max = max_of(largest) * scale;
-    const float new_max = tile_max > row_max[r] ? tile_max : row_max[r];
-    const FloatVector shift = hn::Set(d, new_max);
-    FloatVector sum = hn::Zero(d);
-    std::int64_t c = 0;
-    for (; c < first; c += step) store(hn::Zero(d), out + c, step);
-    for (; c < end[r]; c += step) {
-      FloatVector p = exponential(hn::Sub(hn::Mul(hn::LoadU(d, row + c), factor), shift));
-      if (edge(c)) p = hn::IfThenElseZero(inside(c, begin[r], end[r]), p);
-      sum = hn::Add(sum, p);
-      store(p, out + c, step);
-    }
-    for (; c < kAttentionTile; c += step) store(hn::Zero(d), out + c, step);
-    correction[r] = row_max[r] - new_max;
-    row_max[r] = new_max;
-    tile_sum[r] = sum_of(sum);
+    const SoftmaxStep step = softmax_row<T>(scores + r * kAttentionTile, kAttentionTile, begin[r],
+                                            end[r], scale, row_max[r]);
+    correction[r] = step.exponent;
+    tile_sum[r] = step.sum;
   }
-  for (std::int64_t r = 0; r < kAttentionTile; r += step) {
+  const Floats d;
+  for (std::int64_t r = 0; r < kAttentionTile; r += lanes()) {
     const FloatVector c = exponential(hn::LoadU(d, correction + r));
     hn::StoreU(c, d, correction + r);
     hn::StoreU(hn::MulAdd(hn::LoadU(d, row_sum + r), c, hn::Load(d, tile_sum + r)), d, row_sum + r);
@@ -93,12 +53,6 @@ void scale_rows(float* rows, const float* factors, std::int64_t width) {
   }
 }
 
-void divide_row(const float* from, float divisor, Elements to, std::int64_t width) {
-  const FloatVector by = hn::Set(Floats(), divisor);
-  for_vectors(width, [&](std::int64_t i, std::int64_t count)
-                         HWY_ATTR { store(hn::Div(load(from + i, count), by), to + i, count); });
-}
-
 // Of each map m: scores -> probabilities p_m, and d_p, which the maps share, -> the gradients of
 // the scores w_m p_m (d_p - delta_m) scale; 0 where not visible. The results are of type T, each
 // row where its scores began: the sum of w_m p_m in the first map's scores, the first map's
@@ -122,7 +76,7 @@ HWY_INLINE void backward_tile_as(const BackwardTile& tile, const std::int64_t* b
         continue;
       }
       const bool edge = c < begin[r] || c + step > end[r];
-      const auto visible = inside(c, begin[r], end[r]);
+      const auto visible = lanes_inside(c, begin[r], end[r]);
       const FloatVector d_p = hn::LoadU(d, d_row + c);
       FloatVector sum = hn::Zero(d);
       for (std::size_t m = 0; m < kMaps; ++m) {
@@ -148,13 +102,6 @@ void backward_tile(DType dtype, std::int64_t maps, const BackwardTile& tile,
   if (dtype == DType::kF32 && maps == 2) backward_tile_as<float, 2>(tile, begin, end, scale);
   if (dtype == DType::kBF16 && maps == 1) backward_tile_as<BFloat16, 1>(tile, begin, end, scale);
   if (dtype == DType::kBF16 && maps == 2) backward_tile_as<BFloat16, 2>(tile, begin, end, scale);
-}
-
-double dot(Elements a, Elements b, std::int64_t n) {
-  DoubleSum sum;
-  for_vectors(n, [&](std::int64_t i, std::int64_t count)
-                     HWY_ATTR { sum.add_product(load(a + i, count), load(b + i, count)); });
-  return sum.total();
 }
 
 }  // namespace HWY_NAMESPACE

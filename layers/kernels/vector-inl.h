@@ -131,6 +131,21 @@ class DoubleSum {
   DoubleVector low_, high_;
 };
 
+// The sum of a_i b_i, each product exact, in double lanes.
+inline double dot(Elements a, Elements b, std::int64_t n) {
+  DoubleSum sum;
+  for_vectors(n, [&](std::int64_t i, std::int64_t count)
+                     HWY_ATTR { sum.add_product(load(a + i, count), load(b + i, count)); });
+  return sum.total();
+}
+
+// to_i = from_i / divisor.
+inline void divide_row(const float* from, float divisor, Elements to, std::int64_t n) {
+  const FloatVector by = hn::Set(Floats(), divisor);
+  for_vectors(n, [&](std::int64_t i, std::int64_t count)
+                     HWY_ATTR { store(hn::Div(load(from + i, count), by), to + i, count); });
+}
+
 // e^x within 2 units in the last place; 0 below -87.3, infinity above 88.4; NaN stays NaN.
 // Reduction by multiples of ln 2 in two parts and polynomial of Cephes' expf.
 HWY_INLINE FloatVector exponential(FloatVector x) {

@@ -27,13 +27,6 @@ void combine_branches(const float* gates, Elements a, Elements b, Elements c, El
   });
 }
 
-double dot_branch(Elements a, Elements b, std::int64_t n) {
-  DoubleSum sum;
-  for_vectors(n, [&](std::int64_t i, std::int64_t count)
-                     HWY_ATTR { sum.add_product(load(a + i, count), load(b + i, count)); });
-  return sum.total();
-}
-
 void scale_branch(float gate, Elements from, Elements to, std::int64_t width) {
   const FloatVector factor = hn::Set(Floats(), gate);
   for_vectors(width, [&](std::int64_t i, std::int64_t count) HWY_ATTR {
@@ -60,7 +53,7 @@ namespace tessera {
 namespace {
 HWY_EXPORT(gate_logits);
 HWY_EXPORT(combine_branches);
-HWY_EXPORT(dot_branch);
+HWY_EXPORT(dot);
 HWY_EXPORT(scale_branch);
 
 constexpr double kNormEpsilon = 1e-6;
@@ -428,7 +421,7 @@ void Nsa::backward(Queue& queue, const Batch& batch, const View& in, const View&
     for (std::size_t branch = 0; branch < d_logits.size(); ++branch) {
       const double g = gates[head * kBranches + static_cast<std::int64_t>(branch)];
       d_logits[branch] =
-          static_cast<float>(HWY_DYNAMIC_DISPATCH(dot_branch)(
+          static_cast<float>(HWY_DYNAMIC_DISPATCH(dot)(
                                  elements(d_out) + head * head_width_,
                                  elements(saved[kOut + branch]) + head * head_width_, head_width_) *
                              g * (1 - g));

@@ -99,19 +99,6 @@ void softmax_backward_gathered(DType dtype, float* scores, float* d_p, std::int6
   }
 }
 
-void divide_selected(const float* from, float divisor, Elements to, std::int64_t width) {
-  const FloatVector by = hn::Set(Floats(), divisor);
-  for_vectors(width, [&](std::int64_t i, std::int64_t count)
-                         HWY_ATTR { store(hn::Div(load(from + i, count), by), to + i, count); });
-}
-
-double dot_selected(Elements a, Elements b, std::int64_t n) {
-  DoubleSum sum;
-  for_vectors(n, [&](std::int64_t i, std::int64_t count)
-                     HWY_ATTR { sum.add_product(load(a + i, count), load(b + i, count)); });
-  return sum.total();
-}
-
 }  // namespace HWY_NAMESPACE
 }  // namespace tessera
 HWY_AFTER_NAMESPACE();
@@ -134,8 +121,8 @@ HWY_EXPORT(softmax_gathered);
 HWY_EXPORT(scatter_scaled);
 HWY_EXPORT(scatter_sum);
 HWY_EXPORT(softmax_backward_gathered);
-HWY_EXPORT(divide_selected);
-HWY_EXPORT(dot_selected);
+HWY_EXPORT(divide_row);
+HWY_EXPORT(dot);
 
 constexpr std::int64_t kTile = kAttentionTile;
 constexpr std::int64_t kRows = kSelectedRows;
@@ -445,7 +432,7 @@ void selected_forward(Queue& queue, const SelectionShape& shape, const View& seg
       if (blind) {
         std::memset(row.data, 0, static_cast<std::size_t>(width * size_of(row.dtype)));
       } else {
-        HWY_DYNAMIC_DISPATCH(divide_selected)(room.sums + at * width, sum, row, width);
+        HWY_DYNAMIC_DISPATCH(divide_row)(room.sums + at * width, sum, row, width);
       }
     }
   });
@@ -476,8 +463,8 @@ void selected_backward(Queue& queue, const SelectionShape& shape, const View& se
     float* const d_queries = d_q.as<float>() + owner * padded * width;
     std::fill_n(d_queries, padded * width, 0.0F);
     for (std::int64_t t = 0; t < length; ++t) {
-      means[t] = static_cast<float>(HWY_DYNAMIC_DISPATCH(dot_selected)(
-          d_result + t * row_size, result + t * row_size, width));
+      means[t] = static_cast<float>(
+          HWY_DYNAMIC_DISPATCH(dot)(d_result + t * row_size, result + t * row_size, width));
     }
     for (std::int64_t j = 0; j < shape.blocks(); ++j) {
       const Matrix key = tile.block(k, shared, j), value = tile.block(v, shared, j);
