@@ -42,7 +42,7 @@ std::vector<AuditSize> sizes_of(const std::vector<Block>& blocks) {
   }
   std::vector<AuditSize> sizes;
   for (const auto& [size, mixers] : found) {
-    sizes.push_back({size.first, size.second, {mixers.begin(), mixers.end()}});
+    sizes.push_back({size.first, size.second, {mixers.begin(), mixers.end()}, true});
   }
   return sizes;
 }
@@ -184,7 +184,7 @@ Walk::Walk(const AuditSubject& subject, const AuditOptions& options, Device& dev
   }
   model_.set_length(std::max<std::int64_t>(model_.length(), 1));
   blocks_ = make_blocks();
-  plan_ = plan_audit(sizes_of(blocks_), options);
+  plan_ = plan_audit(sizes_of(blocks_), subject_.model.length(), options);
   if (plan_.length > model_.length()) {
     model_.set_length(plan_.length);
     blocks_ = make_blocks();

@@ -47,6 +47,9 @@ struct AuditSize {
   std::string name;
   std::int64_t positions = 0;
   std::vector<std::string> mixers;
+  // The audit's length must be above it. Not so a tile, which is only a way to cut the work, that
+  // is longer than any sequence of the model.
+  bool counts = true;
 };
 
 // Where the audit looks, by the rule from what the layers say of themselves.
@@ -57,8 +60,10 @@ struct AuditPlan {
   std::vector<std::int64_t> starts;       // of documents, the first 0
   std::vector<std::int64_t> in_document;  // p, ascending: those to the end of its document may
 };
-// Throws Error(kUsage) when `length` isn't above every size.
-AuditPlan plan_audit(const std::vector<AuditSize>& sizes, const AuditOptions& options);
+// `model_length`: the longest sequence of the model; 0: not known. Throws Error(kUsage) when the
+// length that the options ask for isn't above every size that counts.
+AuditPlan plan_audit(const std::vector<AuditSize>& sizes, std::int64_t model_length,
+                     const AuditOptions& options);
 
 // The largest difference where there must be none, and where it was.
 struct AuditDelta {

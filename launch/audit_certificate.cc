@@ -87,8 +87,10 @@ Json certificate_json(const AuditedModel& model, const AuditResult& result) {
   json["trained_length"] = model.length;
   json["sizes"] = Json::array();
   for (const AuditSize& size : plan.sizes) {
-    json["sizes"].push_back(
-        {{"name", size.name}, {"positions", size.positions}, {"mixers", size.mixers}});
+    json["sizes"].push_back({{"name", size.name},
+                             {"positions", size.positions},
+                             {"mixers", size.mixers},
+                             {"counts", size.counts}});
   }
   json["positions"] = plan.positions;
   json["documents"] = {{"starts", plan.starts}, {"positions", plan.in_document}};
@@ -144,8 +146,10 @@ std::string certificate_page(const AuditedModel& model, const AuditResult& resul
                              : " of " + model.checkpoint + ", step " + std::to_string(model.step)));
   row("precision", "f32 throughout");
   row("threshold", number(kAuditThreshold));
-  row("length", std::to_string(plan.length) + " positions (the model is trained at " +
-                    std::to_string(model.length) + ")");
+  row("length",
+      std::to_string(plan.length) + " positions" +
+          (model.length > 0 ? " (the model is trained at " + std::to_string(model.length) + ")"
+                            : std::string()));
   row("changed tokens",
       std::to_string(plan.positions.size()) + " positions, each in a sequence of its own");
   row("documents", "starts " + list(plan.starts) + "; changed tokens " + list(plan.in_document));
@@ -156,9 +160,10 @@ std::string certificate_page(const AuditedModel& model, const AuditResult& resul
       "| size | positions | mixers |\n| --- | ---: | --- |\n";
   for (const AuditSize& size : plan.sizes) {
     page += "| " + size.name + " | " + std::to_string(size.positions) + " | " + list(size.mixers) +
-            " |\n";
+            (size.counts ? "" : " (longer than the model's sequences)") + " |\n";
   }
-  page += "\nThe length is above each of them. Changed: " + list(plan.positions) +
+  page += "\nThe length is above each of them that the model's sequences reach. Changed: " +
+          list(plan.positions) +
           ".\n\n## Layers\n\n| layer | mixer | delta | across documents |\n| ---: | --- | ---: | "
           "---: |\n";
   for (std::size_t l = 0; l < result.layers.size(); ++l) {

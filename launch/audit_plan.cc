@@ -28,10 +28,12 @@ class Draws {
   std::uint64_t index_ = 0;
 };
 
-// A window ends and a selection is full once; chunks and blocks must have a boundary between two
-// whole ones. One more position is a part of the next.
+bool is_tile(const AuditSize& size) { return size.name.ends_with("tile"); }
+
+// A window ends, a selection is full and a tile is followed by another once; chunks and blocks must
+// have a boundary between two whole ones. One more position is a part of the next.
 std::int64_t length_for(const AuditSize& size) {
-  const bool once = size.name == "window" || size.name == "selection";
+  const bool once = size.name == "window" || size.name == "selection" || is_tile(size);
   return once ? size.positions + size.positions / 16 + 1 : 2 * size.positions + 1;
 }
 
@@ -56,6 +58,7 @@ std::vector<std::int64_t> document_starts(const AuditPlan& plan, std::uint64_t s
   std::set<std::int64_t> starts = {0};
   for (std::int64_t i = 0; i < kAnywhere; ++i) starts.insert(draws.between(1, plan.length - 1));
   for (const AuditSize& size : plan.sizes) {
+    if (size.positions >= plan.length) continue;
     const std::int64_t last = (plan.length - 1 - size.positions / 2) / size.positions;
     const std::int64_t start = draws.between(0, last) * size.positions + size.positions / 2;
     if (start > 0 && start < plan.length) starts.insert(start);
@@ -65,28 +68,33 @@ std::vector<std::int64_t> document_starts(const AuditPlan& plan, std::uint64_t s
 
 }  // namespace
 
-AuditPlan plan_audit(const std::vector<AuditSize>& sizes, const AuditOptions& options) {
+AuditPlan plan_audit(const std::vector<AuditSize>& sizes, std::int64_t model_length,
+                     const AuditOptions& options) {
   AuditPlan plan;
   plan.sizes = sizes;
   std::sort(plan.sizes.begin(), plan.sizes.end(), [](const AuditSize& a, const AuditSize& b) {
     return a.positions != b.positions ? a.positions > b.positions : a.name < b.name;
   });
   plan.length = kShortest + 1;
-  for (const AuditSize& size : plan.sizes) {
+  const AuditSize* largest = nullptr;
+  for (AuditSize& size : plan.sizes) {
     if (size.positions < 1 || size.positions > kLongestSize) {
       throw Error(ExitCode::kUsage, "an audit can't be longer than the " + size.name + " of " +
                                         std::to_string(size.positions) + " positions");
     }
+    size.counts = !is_tile(size) || model_length == 0 || size.positions < model_length;
+    if (!size.counts) continue;
     plan.length = std::max(plan.length, length_for(size));
+    if (largest == nullptr) largest = &size;
   }
   if (options.length > 0) {
     plan.length = options.length;
-    const std::int64_t largest = plan.sizes.empty() ? 1 : plan.sizes[0].positions;
-    if (plan.length <= largest) {
+    const std::int64_t least = largest == nullptr ? 1 : largest->positions;
+    if (plan.length <= least) {
       throw Error(ExitCode::kUsage,
                   "--length: must be above every size of the model for a verdict, and its " +
-                      (plan.sizes.empty() ? "shortest sequence" : plan.sizes[0].name) + " is " +
-                      std::to_string(largest) + "; is " + std::to_string(options.length));
+                      (largest == nullptr ? "shortest sequence" : largest->name) + " is " +
+                      std::to_string(least) + "; is " + std::to_string(options.length));
     }
   }
 

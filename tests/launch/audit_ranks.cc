@@ -23,7 +23,7 @@ constexpr std::int64_t kBrokenLayer = 2;
 ModelConfig model_of(const std::string& letters) {
   ModelConfig model;
   EXPECT_TRUE(google::protobuf::TextFormat::ParseFromString(
-      R"(width: 16 vocabulary: 61 length: 24 init_deviation: 0.1
+      R"(width: 16 vocabulary: 61 length: 150 init_deviation: 0.1
          mixer { full { heads: 2 key_value_heads: 1 head_width: 8 } }
          mixer { sliding { attention { heads: 2 key_value_heads: 2 head_width: 8 } window: 12 } }
          feed_forward { width: 24 } schedule { explicit: ")" +
@@ -378,7 +378,7 @@ TEST(AuditPlan, LengthAndPositionsFollowFromTheSizes) {
                                         {"chunk", 256, {"mamba2"}},
                                         {"stride", 16, {"nsa"}},
                                         {"selection", 1024, {"nsa"}}};
-  const AuditPlan plan = plan_audit(sizes, {});
+  const AuditPlan plan = plan_audit(sizes, 0, {});
   EXPECT_EQ(plan.length, 1024 + 64 + 1);
   const std::set<std::int64_t> positions(plan.positions.begin(), plan.positions.end());
   const std::int64_t last = plan.length - 1;
@@ -398,18 +398,25 @@ TEST(AuditPlan, LengthAndPositionsFollowFromTheSizes) {
   EXPECT_GE(plan.starts.size(), 4U);
 
   // Whole chunks on both sides of a boundary.
-  EXPECT_EQ(plan_audit({{"chunk", 256, {"mamba2"}}}, {}).length, 513);
-  EXPECT_EQ(plan_audit({}, {}).length, 65);
+  EXPECT_EQ(plan_audit({{"chunk", 256, {"mamba2"}}}, 0, {}).length, 513);
+  EXPECT_EQ(plan_audit({}, 0, {}).length, 65);
+
+  // A tile is only a way to cut the work: one that no sequence reaches the end of doesn't count.
+  const std::vector<AuditSize> tiles = {{"window", 64, {"nsa"}}, {"query tile", 2048, {"nsa"}}};
+  EXPECT_EQ(plan_audit(tiles, 4096, {}).length, 2048 + 128 + 1);
+  EXPECT_EQ(plan_audit(tiles, 0, {}).length, 2048 + 128 + 1);
+  EXPECT_EQ(plan_audit(tiles, 256, {}).length, 64 + 4 + 1);
+  EXPECT_FALSE(plan_audit(tiles, 256, {}).sizes[0].counts);
 }
 
 TEST(AuditPlan, B35_ALengthThatSeesTooLittleIsRefused) {
   const std::vector<AuditSize> sizes = {{"window", 512, {"sliding"}}, {"stride", 16, {"nsa"}}};
   AuditOptions options;
   options.length = 513;
-  EXPECT_EQ(plan_audit(sizes, options).length, 513);
+  EXPECT_EQ(plan_audit(sizes, 0, options).length, 513);
   options.length = 512;
   try {
-    plan_audit(sizes, options);
+    plan_audit(sizes, 0, options);
     FAIL() << "nothing was refused";
   } catch (const Error& error) {
     EXPECT_EQ(error.code(), ExitCode::kUsage);

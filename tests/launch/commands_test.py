@@ -37,7 +37,7 @@ def test_the_certificate_is_the_same_on_any_number_of_ranks():
     assert certificate["verdict"] == "clean"
     assert certificate["control"]["injected"] == certificate["control"]["localised"]
     assert [layer["delta"] for layer in certificate["layers"]] == [0.0] * 3
-    assert certificate["length"] > 128 and certificate["trained_length"] == 48
+    assert certificate["length"] > 48 and certificate["trained_length"] == 48
     assert not [name for name in os.listdir(folders[0]) if "partial" in name]
 
 
@@ -65,11 +65,11 @@ def test_a_checkpoint_is_audited_with_its_own_parameters():
 
 def test_what_cant_be_audited_is_refused():
     config = harness.make_config()
-    done = audit("--config", config, "--length", "100", expect=2)
+    done = audit("--config", config, "--length", "17", expect=2)
     assert "--length: must be above every size" in done.stderr, done.stderr
     done = audit(expect=2)
     assert "--config or --checkpoint" in done.stderr, done.stderr
-    done = audit("--config", config, "--length", "100", ranks=2, expect=2)
+    done = audit("--config", config, "--length", "17", ranks=2, expect=2)
     assert done.stderr.count("tessera: ") == 1, done.stderr
 
 
