@@ -378,9 +378,11 @@ double Visibility::mean_keys(std::int64_t length) const {
   }
   // The u-th position that can see a block, from 0, sees u div stride + 1.
   const std::int64_t positions = std::max<std::int64_t>(length - block_ + 1, 0);
-  const auto full = static_cast<double>(positions / stride_);
-  const auto rest = static_cast<double>(positions % stride_);
-  return (static_cast<double>(stride_) * full * (full + 1) / 2 + rest * (full + 1)) / t;
+  const std::int64_t steps = positions / stride_, rest = positions % stride_;
+  const auto seen = static_cast<double>(steps);
+  return (static_cast<double>(stride_) * seen * (seen + 1) / 2 +
+          static_cast<double>(rest) * (seen + 1)) /
+         t;
 }
 
 }  // namespace tessera
