@@ -183,5 +183,21 @@ TEST(Device, RefusesMoreThanThereIsWithTheAmount) {
   }
 }
 
+TEST(Queue, PiecesTakeDenormalsForZeros) {
+#if !defined(__x86_64__)
+  GTEST_SKIP() << "x86-64 only";
+#endif
+  Queue queue(2);
+  volatile float smallest = std::numeric_limits<float>::min();
+  std::vector<float> halves(64, 1.0F);
+  queue.parallel_for(64, [&](std::int64_t piece, Worker&) {
+    volatile float half = 0.5F * smallest;
+    halves[static_cast<std::size_t>(piece)] = half;
+  });
+  for (const float half : halves) EXPECT_EQ(half, 0.0F);
+  volatile float outside = 0.5F * smallest;
+  EXPECT_GT(outside, 0.0F);
+}
+
 }  // namespace
 }  // namespace tessera
