@@ -207,7 +207,7 @@ Walk::Walk(const AuditSubject& subject, const AuditOptions& options, Device& dev
     replacement_.push_back(static_cast<std::uint32_t>((token + step) % model_.vocabulary()));
   }
   families_ = {family(false), family(true)};
-  together(communicator_, "memory of the audit", [&] { grant(); });
+  grant();
 }
 
 Family Walk::family(bool documents) const {
@@ -501,7 +501,7 @@ void Walk::judge(AuditResult& result) {
           sweep(any->layer, families_[any->across_documents ? 1 : 0], any->delta.changed);
     });
   }
-  if (large || (any && result.sweep->slope >= kAuditSlope)) {
+  if (large || (any && result.sweep->grows())) {
     result.onset = any;
     result.verdict = AuditVerdict::kLeak;
   } else if (result.localised == static_cast<std::int64_t>(result.control.size())) {
@@ -512,6 +512,13 @@ void Walk::judge(AuditResult& result) {
 }
 
 }  // namespace
+
+bool AuditSweep::grows() const {
+  const std::size_t half = delta.size() / 2;
+  return slope >= kAuditSlope ||
+         std::all_of(delta.begin(), delta.begin() + static_cast<std::ptrdiff_t>(half),
+                     [](double value) { return value == 0.0; });
+}
 
 const char* name_of(AuditVerdict verdict) {
   switch (verdict) {
@@ -553,7 +560,10 @@ AuditSubject initialised_subject(const ModelConfig& model, std::uint64_t seed, D
 
 AuditResult audit(const AuditSubject& subject, const AuditOptions& options, Device& device,
                   Communicator& communicator, const std::function<void(std::int64_t)>& progress) {
-  return Walk(subject, options, device, communicator).run(progress);
+  std::optional<Walk> walk;
+  together(communicator, "plan of the audit",
+           [&] { walk.emplace(subject, options, device, communicator); });
+  return walk->run(progress);
 }
 
 }  // namespace tessera

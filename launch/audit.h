@@ -98,8 +98,10 @@ struct AuditSweep {
   bool across_documents = false;
   std::vector<double> epsilon, delta;
   double slope = 0.0;  // of log delta in log epsilon; 0 when fewer than two differences are above 0
+  // A difference that flows from the change has slope 1 or 2, or is lost in rounding while the
+  // change is small; noise comes with any change.
+  bool grows() const;
 };
-// Below it a small difference is noise: one that flows from the change has slope 1 or 2.
 constexpr double kAuditSlope = 0.5;
 
 enum class AuditVerdict : std::uint8_t {

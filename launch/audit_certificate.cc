@@ -128,7 +128,8 @@ Json certificate_json(const AuditedModel& model, const AuditResult& result) {
                      {"changed", result.sweep->changed},
                      {"epsilon", result.sweep->epsilon},
                      {"delta", result.sweep->delta},
-                     {"slope", result.sweep->slope}};
+                     {"slope", result.sweep->slope},
+                     {"grows", result.sweep->grows()}};
   }
   return json;
 }
@@ -190,13 +191,12 @@ std::string certificate_page(const AuditedModel& model, const AuditResult& resul
     return page;
   }
   const AuditSweep& sweep = *result.sweep;
-  page +=
-      "The embedding of token " + std::to_string(sweep.changed) +
-      " moved by eps of the way to another token's; the difference after " +
-      layer_name(result, sweep.layer) + " grows with slope " + number(sweep.slope) +
-      " (log-log): " +
-      (sweep.slope >= kAuditSlope ? "it flows from the change" : "it doesn't follow the change") +
-      ".\n\n| eps | delta |\n| ---: | ---: |\n";
+  page += "The embedding of token " + std::to_string(sweep.changed) +
+          " moved by eps of the way to another token's; the difference after " +
+          layer_name(result, sweep.layer) + " grows with slope " + number(sweep.slope) +
+          " (log-log): " +
+          (sweep.grows() ? "it flows from the change" : "it doesn't follow the change") +
+          ".\n\n| eps | delta |\n| ---: | ---: |\n";
   for (std::size_t i = 0; i < sweep.epsilon.size(); ++i) {
     page += "| " + number(sweep.epsilon[i]) + " | " + number(sweep.delta[i]) + " |\n";
   }

@@ -262,7 +262,7 @@ TEST(Audit, B22_BrokenBuildsAreCaughtAndNamed) {
       EXPECT_EQ(broken.layers[static_cast<std::size_t>(l)].document.largest, 0.0);
     }
     ASSERT_TRUE(broken.sweep);
-    EXPECT_GT(broken.sweep->slope, kAuditSlope);
+    EXPECT_TRUE(broken.sweep->grows()) << broken.sweep->slope;
     // What position and token say is so: it must not have seen the token.
     const AuditDelta& delta = broken.onset->delta;
     if (build.across_documents) {
@@ -297,12 +297,15 @@ TEST(Audit, ASmallDifferenceIsALeakOnlyIfItGrows) {
       for (std::int64_t t = 0; t + 1 < length; ++t) out[t * width] += strength * v[(t + 1) * width];
     };
   };
-  const AuditResult leak = audit_of(with_mix(later(1e-7F), {}, device, 4), device);
-  EXPECT_EQ(leak.verdict, AuditVerdict::kLeak) << verdict_line(leak);
-  ASSERT_TRUE(leak.onset && leak.sweep);
-  EXPECT_EQ(leak.onset->layer, 4);
-  EXPECT_LT(leak.onset->delta.largest, kAuditThreshold);
-  EXPECT_GT(leak.onset->delta.largest, 0.0);
+  // Of about one rounding, and of a few.
+  for (const float strength : {1e-7F, 2e-7F}) {
+    const AuditResult leak = audit_of(with_mix(later(strength), {}, device, 4), device);
+    EXPECT_EQ(leak.verdict, AuditVerdict::kLeak) << verdict_line(leak);
+    ASSERT_TRUE(leak.onset && leak.sweep);
+    EXPECT_EQ(leak.onset->layer, 4);
+    EXPECT_LT(leak.onset->delta.largest, kAuditThreshold);
+    EXPECT_GT(leak.onset->delta.largest, 0.0);
+  }
 
   // As threads that race would: another result each time, whatever the input.
   auto calls = std::make_shared<std::int64_t>(0);
@@ -314,7 +317,7 @@ TEST(Audit, ASmallDifferenceIsALeakOnlyIfItGrows) {
   };
   const AuditResult clean = audit_of(with_mix(noise, {}, device, 4), device);
   ASSERT_TRUE(clean.sweep);
-  EXPECT_LT(clean.sweep->slope, kAuditSlope);
+  EXPECT_FALSE(clean.sweep->grows()) << clean.sweep->slope;
   EXPECT_EQ(clean.verdict, AuditVerdict::kClean) << verdict_line(clean);
   EXPECT_THAT(verdict_line(clean), HasSubstr("noise"));
 }
