@@ -191,6 +191,7 @@ TEST(Attention, AgreesWithFloat64) {
       {1, 300, 2, 1, 4, kAll, {0, 130}, 4, 1, 2, 1},
       {1, 401, 2, 1, 4, kAll, {0, 255, 257}, 5, 2, 6, 3},
       {1, 90, 2, 2, 4, kAll, {0}, 4, 1, 3, 7},
+      {1, 200, 2, 1, 4, kAll, {0}, 4, 1, 128, 64},  // the last position of a tile sees the first
   };
   for (const Case& c : cases) {
     SCOPED_TRACE(::testing::Message() << c);

@@ -59,6 +59,8 @@ TEST(Compress, AgreesWithFloat64) {
       {1, 61, {8, 2, 2, 4, 6, 6, 5}},            // blocks side by side
       {1, 47, {8, 4, 1, 4, 12, 3, 5}, {0, 20}},  // a token in four blocks
       {2, 65, {9, 4, 2, 4, 32, 16, 7}, {0, 3, 33}},
+      {1, 21, {5, 2, 1, 40, 8, 4, 3}},   // a table wider than one piece of its gradient
+      {1, 9, {4, 1, 1, 2, 1, 1, 2000}},  // more hidden values than one piece of their SiLU
   };
   for (const Case& c : cases) {
     SCOPED_TRACE(::testing::Message() << c.batch << " x " << c.length << ", block " << c.shape.block

@@ -75,6 +75,11 @@ TEST(Convolution, AgreesWithFloat64) {
   }
 }
 
+// More weights than one piece of their sums holds.
+TEST(Convolution, ManyChannelsAgreeWithFloat64) {
+  expect_convolution({300, 4, true, false}, 1, 70, {0}, DType::kF32);
+}
+
 // The last tap multiplies the current token: an impulse comes back as the taps from last to first.
 TEST(Convolution, TheLastTapIsTheCurrentToken) {
   const ConvolutionConfig config = {1, 3, false, false};

@@ -54,6 +54,28 @@ TEST(Linear, AgreesWithFloat64AtEveryLength) {
   }
 }
 
+// More queries, and more keys, than one piece of their SiLU holds.
+TEST(Linear, ManyHeadsAgreeWithFloat64) {
+  const Size s = {2, 512, 256, 4};
+  const TestBatch batch(1, 17, 2);
+  const auto layer = make(s, false);
+  LayerRun run(*layer, batch, s.width);
+  fill_parameter(run, "A_log", -1.0, 0.5);
+  fill_parameter(run, "dt_bias", -2.0, 0.5);
+  run.forward();
+  run.backward();
+  const reference::LinearRecurrence plain = {1,           17,           s.width,       s.heads,
+                                             s.key_heads, s.head_width, batch.segments};
+  const std::vector<reference::Array> p = to_double(run.parameters);
+  const reference::Array x = to_double(run.in()), d_out = to_double(run.d_out());
+  const std::int64_t length = 2 * s.width + 2 * s.heads * s.head_width + 2 * 17;
+  expect_close("out", run.out(), plain.forward(x, p), length);
+  expect_gradient(
+      "d_in", run.d_in(), x,
+      [&](const reference::Array& at) { return reference::dot(plain.forward(at, p), d_out); },
+      length);
+}
+
 // (Fast decays need outputs that aren't near 0, where the norm is too steep for finite
 // differences.)
 TEST(Linear, AgreesWithFloat64InDocuments) {

@@ -224,6 +224,82 @@ TEST(Mixers, ReportTheirSizes) {
   EXPECT_EQ(sizes(37), (List{{"tile", 128}, {"window", 37}}));
 }
 
+// Every type with a small configuration.
+std::vector<std::pair<std::string, std::string>> all_types() {
+  const std::string heads = "heads: 4 key_value_heads: 2 head_width: 8 ";
+  const std::string attention = "attention { " + heads + "} ";
+  const std::string compression = "compression { block_length: 8 block_stride: 4 inner_width: 6 } ";
+  const std::string nsa =
+      attention + compression + "selected_block_length: 16 selected_blocks: 4 window: 8 ";
+  return {{"full", heads},
+          {"sliding", "window: 20 " + attention},
+          {"differential", attention},
+          {"linear", attention},
+          {"mamba2", "expand: 2 head_width: 8 state_width: 4 groups: 1"},
+          {"nsa", nsa},
+          {"compress", heads + compression},
+          {"hybrid", "nsa { " + nsa + "} differential { " + attention + "}"}};
+}
+std::unique_ptr<Layer> make_type(const std::string& type, const std::string& text) {
+  const ModelConfig config = config_of(
+      "width: 24 vocabulary: 8 length: 512 init_deviation: 0.5 feed_forward { width: 8 } "
+      "mixer { " +
+      type + " { " + text + " } }");
+  return make_mixer(type, {config, 0, 2});
+}
+
+// Each sequence has documents of its own: its bits are those that it has alone.
+TEST(Mixers, B22_SequencesKeepTheirOwnDocuments) {
+  constexpr std::int64_t kLength = 280;
+  const std::vector<std::vector<std::int64_t>> starts = {{0, 70, 256}, {0, 33, 150}, {0}};
+  for (const auto& [type, text] : all_types()) {
+    const auto layer = make_type(type, text);
+    const auto sequences = static_cast<std::int64_t>(starts.size());
+    TestBatch together(sequences, kLength, 2);
+    LayerRun all(*layer, together, 24);
+    for (std::int64_t s = 0; s < sequences; ++s) {
+      const TestBatch own(1, kLength, 1, starts[static_cast<std::size_t>(s)]);
+      std::copy(own.segments.begin(), own.segments.end(), together.segments.begin() + s * kLength);
+    }
+    all.forward();
+    all.backward();
+    for (std::int64_t s = 0; s < sequences; ++s) {
+      SCOPED_TRACE(type + ", sequence " + std::to_string(s));
+      const TestBatch own(1, kLength, 2, starts[static_cast<std::size_t>(s)]);
+      LayerRun alone(*layer, own, 24);
+      const std::int64_t from = s * kLength * 24, count = kLength * 24;
+      std::copy_n(all.in().as<float>() + from, count, alone.in().as<float>());
+      std::copy_n(all.d_out().as<float>() + from, count, alone.d_out().as<float>());
+      alone.forward();
+      alone.backward();
+      EXPECT_TRUE(same_bits(alone.out().as<float>(), all.out().as<float>() + from, count));
+      EXPECT_TRUE(same_bits(alone.d_in().as<float>(), all.d_in().as<float>() + from, count));
+    }
+  }
+}
+
+// How the parameters start: matrices and tables of positions normal, the output's with what the
+// depth leaves, norms 1, biases 0. Matrices alone decay.
+TEST(Mixers, ParametersStartAndDecayByTheirKind) {
+  ASSERT_EQ(all_types().size(), mixer_types().size());
+  for (const auto& [type, text] : all_types()) {
+    const std::vector<ParameterSpec> specs = make_type(type, text)->parameters();
+    for (std::size_t i = 0; i < specs.size(); ++i) {
+      const ParameterSpec& p = specs[i];
+      SCOPED_TRACE(type + " " + p.name);
+      const bool table = p.name.ends_with("position");
+      EXPECT_EQ(p.decay, p.shape.rank() > 1 && !table);
+      if (p.shape.rank() > 1 && !p.name.starts_with("conv1d")) {
+        EXPECT_EQ(p.init.kind, Init::Kind::kNormal);
+        EXPECT_EQ(p.init.scale, i + 1 == specs.size() ? 0.25 : 0.5);  // 0.5 / sqrt(2 * 2 layers)
+      } else if (p.name.ends_with("norm.weight") || p.name == "conv1d.bias") {
+        EXPECT_EQ(p.init.kind, Init::Kind::kConstant);
+        EXPECT_EQ(p.init.scale, p.name == "conv1d.bias" ? 0.0 : 1.0);
+      }
+    }
+  }
+}
+
 TEST(Mixers, FlagshipParametersAreThePapers) {
   for (const std::int64_t window : {0, 512}) {
     const auto layer = make({2048, 16, 4, 128}, window, false);

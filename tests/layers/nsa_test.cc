@@ -138,6 +138,20 @@ TEST(Nsa, AgreesWithFloat64) {
   }
 }
 
+// More positions than one piece of the selected branch keeps the sums of.
+TEST(Nsa, ManyPositionsAgreeWithFloat64) {
+  const NsaSizes s = {3, 1, 1, 2, 32, 16, 3, 64, 4, 20};
+  const std::int64_t length = kSelectedPositions + 5;
+  const TestBatch batch(1, length, 2);
+  const auto layer = make(s);
+  LayerRun run(*layer, batch, s.width);
+  run.forward();
+  reference::Nsa mixer = reference_of(s, batch);
+  mixer.choice = choice_of(run);
+  expect_close("out", run.out(), mixer.forward(to_double(run.in()), to_double(run.parameters)),
+               sums(s, length));
+}
+
 TEST(Nsa, InBFloat16AgreesWithFloat64) {
   ASSERT_TRUE(has_products(DType::kBF16));
   // Projection, phi's three, norm, rotation, probabilities, branch, output; the same backward.

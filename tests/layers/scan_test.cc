@@ -205,6 +205,39 @@ TEST(Scan, StatesTravelFar) {
   expect_scan(run, 2 * 700, kEpsilon);
 }
 
+// States of more rows than are carried in one piece, the last piece a part.
+TEST(Scan, WideStatesAgreeWithTheRecurrence) {
+  for (const std::int64_t n : {17, 39}) {
+    const TestBatch batch(2, 50, 2, {0, 20});
+    ScanRun run(config_of({2, 2, 1, 2}, n, 5, 16), batch);
+    expect_scan(run, 2 * 50, kEpsilon);
+  }
+}
+
+// Without decay the state counts the positions, and its gradient those that follow. Carried in f32
+// both are exact; in bf16 they would stop at the 256th of equal additions. What rounds, to 8 bits,
+// is the copy that a chunk reads, then the result.
+TEST(Scan, StatesAreCarriedInFullPrecision) {
+  ASSERT_TRUE(has_products(DType::kBF16)) << "this CPU has no AVX-512: bf16 can't be tested here";
+  constexpr std::int64_t kLength = 16 * 600;
+  const TestBatch batch(1, kLength, 2);
+  ScanRun run(config_of({1, 1, 1, 1}, 1, 1, 16, DType::kBF16), batch, false);
+  for (const View& ones : {run.arrays[ScanRun::kQ], run.arrays[ScanRun::kK],
+                           run.arrays[ScanRun::kV], run.gradients[ScanRun::kOut]}) {
+    std::fill_n(ones.as<BFloat16>(), kLength, to_bfloat16(1.0F));
+  }
+  for (std::int64_t i = 0; i < kLength; ++i) run.set(i, 1.0, 0.0);
+  run.forward();
+  run.backward();
+  const reference::Array out = to_double(run.arrays[ScanRun::kOut]);
+  const reference::Array d_v = to_double(run.gradients[ScanRun::kV]);
+  for (std::size_t i = 0; i < out.size(); ++i) {
+    const auto before = static_cast<double>(i) + 1, behind = static_cast<double>(kLength) - before;
+    ASSERT_NEAR(out[i], before, 2.01 / 256 * before) << i;
+    ASSERT_NEAR(d_v[i], behind + 1, 2.01 / 256 * (behind + 1)) << i;
+  }
+}
+
 // The result is the same however the sequence is cut.
 TEST(Scan, B22_TheChunkDoesNotShow) {
   const TestBatch batch(2, 300, 2, {0, 101, 192});
@@ -281,6 +314,31 @@ TEST(Scan, B22_NothingCrossesADocumentsStart) {
     for (std::int64_t h = 0; h < 4; ++h) {
       EXPECT_EQ(a.as<float>()[h], 0.0F);
       EXPECT_EQ(a.as<float>()[start * 4 + h], 0.0F);
+    }
+  }
+}
+
+// Nor does anything that follows move a bit of a document's results and gradients.
+TEST(Scan, B22_NothingComesBackFromTheNextDocument) {
+  for (const std::int64_t start : {1, 40, 63, 64, 65, 128, 150}) {
+    const TestBatch batch(1, 200, 2, {0, start});
+    ScanRun run(config_of({4, 4, 2, 2}, 8, 8, 64), batch, false), moved(run.config, batch, false);
+    for (const std::size_t which : {ScanRun::kQ, ScanRun::kK, ScanRun::kV}) {
+      fill_normal(moved.arrays[which].slice(start, 200), "moved");
+    }
+    fill_normal(moved.gradients[ScanRun::kOut].slice(start, 200), "moved");
+    for (std::int64_t i = start * 4; i < 200 * 4; ++i) moved.set(i, 0.3, 2.0);
+    for (ScanRun* each : {&run, &moved}) {
+      each->forward();
+      each->backward();
+    }
+    const auto same = [&](const View& a, const View& b) {
+      return same_bits(a.as<float>(), b.as<float>(), start * a.extent(1));
+    };
+    EXPECT_TRUE(same(run.arrays[ScanRun::kOut], moved.arrays[ScanRun::kOut])) << start;
+    for (const std::size_t which :
+         {ScanRun::kQ, ScanRun::kK, ScanRun::kV, ScanRun::kDt, ScanRun::kLogDecay}) {
+      EXPECT_TRUE(same(run.gradients[which], moved.gradients[which])) << start << " " << which;
     }
   }
 }
