@@ -328,6 +328,7 @@ def main():
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     torch.manual_seed(1)
+    torch.set_flush_denormal(True)
     inner = 2 * options.width if options.type == "mamba2" else options.heads * options.head_width
     mixer = Projected(TYPES[options.type](options), inner, options.width)
     if options.precision == "bf16":
