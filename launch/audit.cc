@@ -41,6 +41,7 @@ std::vector<AuditSize> sizes_of(const std::vector<Block>& blocks) {
     }
   }
   std::vector<AuditSize> sizes;
+  sizes.reserve(found.size());
   for (const auto& [size, mixers] : found) {
     sizes.push_back({size.first, size.second, {mixers.begin(), mixers.end()}, true});
   }
@@ -392,6 +393,7 @@ AuditSweep Walk::sweep(std::int64_t layer, Family& family, std::int64_t changed)
   std::vector<std::vector<float>> storage(
       kSteps + 1, std::vector<float>(static_cast<std::size_t>(family.base.count())));
   std::vector<View> x;
+  x.reserve(storage.size());
   for (std::vector<float>& values : storage) x.emplace_back(values.data(), family.base.shape());
   load_embedding();
   embed_one(family, -1, x[0]);

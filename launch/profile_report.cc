@@ -205,7 +205,7 @@ std::string profile_svg(const ProfileSubject& subject, const std::vector<Profile
          format("One mixer alone, width %lld, %s: ", static_cast<long long>(subject.width),
                 subject.bf16 ? "bf16" : "f32") +
          (subject.backward ? "forward, and (dashed) with its backward" : "forward") + "</text>\n";
-  for (double power = bottom; power <= top; power += 1.0) {
+  for (int power = static_cast<int>(bottom); power <= static_cast<int>(top); ++power) {
     const double at = y(std::pow(10.0, power));
     svg += format("<path d=\"M%g %.1fH%g\" stroke=\"#d8dee4\"/>", kLeft, at, kWidth - kRight);
     svg += format("<text x=\"%g\" y=\"%.1f\" text-anchor=\"end\">%g ms</text>\n", kLeft - 8, at + 4,
