@@ -14,8 +14,8 @@ namespace tessera {
 // ("latin7_small"). Throws Error(kUsage) with the names when it is neither.
 std::string find_config(const std::string& name);
 
-// Reads the file that find_config finds, applies the overrides in order and validates. An override is
-// "path=value": "optim.learning_rate=3e-4", "model.mixer[1].sliding.window=64",
+// Reads the file that find_config finds, applies the overrides in order and validates. An override
+// is "path=value": "optim.learning_rate=3e-4", "model.mixer[1].sliding.window=64",
 // "checkpoint.archive_steps=[10, 20]", "parallel.gather=PER_STEP"; the value is what would stand in
 // the file, but a string needs no quotes. An index one past the end appends. Throws Error(kUsage)
 // with the first fault: file and line (or the override), field path, what was expected, and for an
