@@ -3,7 +3,7 @@
 
 Each layer is written here from its formula with PyTorch's operators in float64, and PyTorch's
 autograd gives the gradients: neither the forward nor the backward shares a line with ours.
-Inputs are exact in float32. Needs Debian's python3-torch; run from the top folder:
+Inputs are exact in float32. Needs PyTorch; run from the top folder:
 
     /usr/bin/python3 tests/oracle/make_layers.py
 """
