@@ -230,7 +230,7 @@ TEST(Linear, WhatCantBeIsRefusedByName) {
   };
   const std::string heads = "attention { heads: 4 key_value_heads: 2 head_width: 4 ";
   expect_refusal(heads + "rope_theta: 10 }", "model.mixer[0].linear.attention.rope_theta");
-  expect_refusal(heads + "query_key_norm: false }",
+  expect_refusal(heads + "query_key_norm: true }",
                  "model.mixer[0].linear.attention.query_key_norm");
   expect_refusal("attention { heads: 4 key_value_heads: 3 head_width: 4 }",
                  "model.mixer[0].linear.attention.key_value_heads: must divide heads");

@@ -47,6 +47,8 @@ def check(name, path, steps, precision, ranks):
     sets = [f"train.precision={precision}"]
     reference = h.new_folder(name)
     h.train(path, reference, ranks=0, sets=sets)
+    # The resolved config, defaults written out, is one itself.
+    h.run([h.TESSERA, "plan", "--config", reference + "/config.textproto"])
     found = losses(reference)
     assert len(found) == steps and found[-1] < found[0] - 0.1, (name, found)
     for count in ranks:

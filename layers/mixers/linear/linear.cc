@@ -202,8 +202,11 @@ class GatedRecurrence : public Mechanism {
       refuse(path + ".key_value_heads", "must divide heads, which is " + std::to_string(heads_),
              std::to_string(key_heads_));
     }
-    if (config.has_rope_theta() || config.has_query_key_norm()) {
-      refuse(path + (config.has_rope_theta() ? ".rope_theta" : ".query_key_norm"),
+    // A resolved config states the defaults.
+    const AttentionConfig& defaults = AttentionConfig::default_instance();
+    const bool rotates = config.rope_theta() != defaults.rope_theta();
+    if (rotates || config.query_key_norm()) {
+      refuse(path + (rotates ? ".rope_theta" : ".query_key_norm"),
              "must not be set: the recurrence has neither rotation nor norm", "set");
     }
   }
