@@ -255,7 +255,14 @@ void Walk::grant() {
       residuals.push_back(memory.book("activations", "residual", sequence));
     }
   }
-  arena_ = std::make_unique<Arena>(device_, memory);
+  try {
+    arena_ = std::make_unique<Arena>(device_, memory);
+  } catch (const Error& error) {
+    throw Error(error.code(), "an audit of " + std::to_string(length) +
+                                  " positions (by the model's largest window, chunk or block, or "
+                                  "--length): " +
+                                  error.what());
+  }
   parameter_room_ = arena_->at(parameter_booking);
   saved_room_ = arena_->at(saved_booking);
   scratch_room_ = arena_->at(scratch_booking);

@@ -46,7 +46,11 @@ void run_profile(ProfileArguments arguments) {
   options.backward = !arguments.forward_only;
   const std::vector<std::string> all = configured(config.model());
   if (options.mixers.empty()) options.mixers = all;
-  for (const std::string& mixer : options.mixers) {
+  for (auto at = options.mixers.begin(); at != options.mixers.end(); ++at) {
+    const std::string& mixer = *at;
+    if (std::find(options.mixers.begin(), at, mixer) != at) {
+      throw Error(ExitCode::kUsage, "--mixers: " + mixer + " stands there twice");
+    }
     if (std::find(all.begin(), all.end(), mixer) == all.end()) {
       throw Error(ExitCode::kUsage, "--mixers: " + mixer + " isn't configured in model.mixer");
     }
@@ -58,6 +62,10 @@ void run_profile(ProfileArguments arguments) {
   if (!has_products(compute)) {
     throw Error(ExitCode::kUsage, "train.precision: BF16 needs a CPU with AVX-512; use F32");
   }
+  if (arguments.out.empty()) {
+    arguments.out = "runs/" + std::filesystem::path(arguments.config).stem().string() + "/profile";
+  }
+  make_folders(arguments.out);  // before the work: it may be impossible
   Device device(static_cast<int>(config.execution().threads()));
   const std::vector<ProfileLine> lines =
       profile(config.model(), compute, options, device, [&](const ProfileLine& line) {
@@ -68,12 +76,8 @@ void run_profile(ProfileArguments arguments) {
   const ProfileSubject subject = {
       arguments.config,        device.description(), config.model().width(), options.sequences,
       compute == DType::kBF16, options.backward,     options.repeats};
-  if (arguments.out.empty()) {
-    arguments.out = "runs/" + std::filesystem::path(arguments.config).stem().string() + "/profile";
-  }
   const std::string json = profile_json(subject, lines).dump(2) + "\n";
   const std::string table = profile_table(subject, lines);
-  make_folders(arguments.out);
   publish_file(arguments.out + "/profile.json", json);
   publish_file(arguments.out + "/profile.csv", profile_csv(lines));
   publish_file(arguments.out + "/profile.svg", profile_svg(subject, lines));

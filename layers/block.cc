@@ -30,6 +30,7 @@ MixerContext context_of(const ModelConfig& config, std::int64_t layer, DType com
                         const std::vector<std::string>& types) {
   const auto layers = static_cast<std::int64_t>(types.size());
   TESSERA_CHECK(layer >= 0 && layer < layers);
+  require_range("model.feed_forward.wider_layers", config.feed_forward().wider_layers(), 0, layers);
   return {config, layer, layers, compute};
 }
 
