@@ -47,8 +47,8 @@ struct AuditSize {
   std::string name;
   std::int64_t positions = 0;
   std::vector<std::string> mixers;
-  // The audit's length must be above it. Not so a tile, which is only a way to cut the work, that
-  // is longer than any sequence of the model.
+  // The audit's length must be above it. Not so a tile, which is only a way to cut the work, or a
+  // window that no sequence of the model is longer than.
   bool counts = true;
 };
 

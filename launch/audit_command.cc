@@ -61,7 +61,9 @@ Config read_config(AuditArguments& arguments, AuditedModel& model, Communicator&
   std::string bytes, step;
   together(communicator, "read config", [&] {
     if (communicator.rank() != 0) return;
-    fs::path checkpoint = arguments.checkpoint;
+    const fs::path checkpoint = arguments.checkpoint;
+    CheckpointMeta meta;
+    if (!checkpoint.empty()) meta = read_checkpoint_meta(arguments.checkpoint);
     if (arguments.config.empty()) {
       if (checkpoint.empty()) {
         throw Error(ExitCode::kUsage, "--config or --checkpoint is required");
@@ -80,7 +82,6 @@ Config read_config(AuditArguments& arguments, AuditedModel& model, Communicator&
       config.mutable_model()->set_length(read_recipe(config.data().recipe()).sequence_length);
     }
     if (!checkpoint.empty()) {
-      const CheckpointMeta meta = read_checkpoint_meta(arguments.checkpoint);
       const auto text = meta.texts.find("config");
       const auto differences = compare_numerics(
           model_lines(text == meta.texts.end() ? "" : text->second), model_lines(numerics(config)));
@@ -140,7 +141,8 @@ void print(const AuditedModel& model, const AuditResult& result, const std::stri
 int audit_command(AuditArguments arguments, Communicator& communicator) {
   AuditedModel model;
   const Config config = read_config(arguments, model, communicator);
-  Device device(static_cast<int>(config.execution().threads()));
+  Device device(static_cast<int>(config.execution().threads()),
+                config.execution().memory_limit_bytes());
   AuditSubject subject = initialised_subject(config.model(), config.train().seed(), device);
   Communicator alone(MPI_COMM_SELF);
   if (!arguments.checkpoint.empty()) read_parameters(subject, arguments.checkpoint, alone);
@@ -209,6 +211,7 @@ void add_audit_command(CLI::App& app, int& exit_code) {
                    "Positions; default: by the rule from the layers' windows, chunks and blocks")
       ->check(CLI::Range(2, 1 << 24));
   command->add_option("--seed", arguments->options.seed, "Of tokens and positions")
+      ->check(CLI::NonNegativeNumber)
       ->capture_default_str();
   command->add_option("--out", arguments->out,
                       "Folder for audit.json and audit.md; default: audit in the run's folder");

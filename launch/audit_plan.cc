@@ -30,6 +30,12 @@ class Draws {
 
 bool is_tile(const AuditSize& size) { return size.name.ends_with("tile"); }
 
+// No sequence as long as the model's meets the end of such a size.
+bool is_never_met(const AuditSize& size, std::int64_t model_length) {
+  const bool ends = is_tile(size) || size.name == "window";
+  return ends && model_length > 0 && size.positions >= model_length;
+}
+
 // A window ends, a selection is full and a tile is followed by another once; chunks and blocks must
 // have a boundary between two whole ones. One more position is a part of the next.
 std::int64_t length_for(const AuditSize& size) {
@@ -78,12 +84,12 @@ AuditPlan plan_audit(const std::vector<AuditSize>& sizes, std::int64_t model_len
   plan.length = kShortest + 1;
   const AuditSize* largest = nullptr;
   for (AuditSize& size : plan.sizes) {
+    size.counts = !is_never_met(size, model_length);
+    if (!size.counts) continue;
     if (size.positions < 1 || size.positions > kLongestSize) {
       throw Error(ExitCode::kUsage, "an audit can't be longer than the " + size.name + " of " +
                                         std::to_string(size.positions) + " positions");
     }
-    size.counts = !is_tile(size) || model_length == 0 || size.positions < model_length;
-    if (!size.counts) continue;
     plan.length = std::max(plan.length, length_for(size));
     if (largest == nullptr) largest = &size;
   }

@@ -66,7 +66,8 @@ void run_profile(ProfileArguments arguments) {
     arguments.out = "runs/" + std::filesystem::path(arguments.config).stem().string() + "/profile";
   }
   make_folders(arguments.out);  // before the work: it may be impossible
-  Device device(static_cast<int>(config.execution().threads()));
+  Device device(static_cast<int>(config.execution().threads()),
+                config.execution().memory_limit_bytes());
   const std::vector<ProfileLine> lines =
       profile(config.model(), compute, options, device, [&](const ProfileLine& line) {
         if (arguments.json) return;

@@ -23,7 +23,7 @@ double require_positive(const std::string& path, double value) {
   if (!std::isfinite(value) || value <= 0) {
     std::ostringstream found;
     found << value;
-    refuse(path, "must be above 0", found.str());
+    refuse(path, "must be a finite number above 0", found.str());
   }
   return value;
 }

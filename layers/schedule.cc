@@ -72,10 +72,18 @@ std::vector<std::string> homogeneous(const HomogeneousSchedule& schedule) {
   return {static_cast<std::size_t>(layers), type};
 }
 
+// The whole character that begins at a byte of a text in UTF-8.
+std::string character_at(const std::string& text, std::size_t begin) {
+  std::size_t end = begin + 1;
+  while (end < text.size() && (static_cast<unsigned char>(text[end]) & 0xC0U) == 0x80U) ++end;
+  return text.substr(begin, end - begin);
+}
+
 std::vector<std::string> explicit_letters(const std::string& letters) {
   const std::string path = "model.schedule.explicit";
   std::vector<std::string> types;
-  for (const char letter : letters) {
+  for (std::size_t i = 0; i < letters.size(); ++i) {
+    const char letter = letters[i];
     if (letter == ' ' || letter == '\t' || letter == '\n' || letter == '\r') continue;
     const MixerType* type = nullptr;
     std::string known;
@@ -85,7 +93,7 @@ std::vector<std::string> explicit_letters(const std::string& letters) {
       if (candidate.letter == letter) type = &candidate;
     }
     if (type == nullptr) {
-      throw Error(ExitCode::kUsage, path + ": unknown letter '" + std::string(1, letter) +
+      throw Error(ExitCode::kUsage, path + ": unknown letter '" + character_at(letters, i) +
                                         "' for layer " + std::to_string(types.size()) +
                                         "; known: " + known);
     }

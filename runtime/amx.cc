@@ -26,6 +26,7 @@ constexpr std::int64_t kHalf = 16;    // rows of a tile
 constexpr std::int64_t kChunk = 32;   // terms of one tile operation
 constexpr std::int64_t kLine = 64;    // bytes of a tile's row
 constexpr std::int64_t kTile = 1024;  // bytes
+constexpr std::int64_t kFirstCache = 65536;
 constexpr std::int64_t kPanel = 512;  // columns whose sums stay in the second cache over the steps
 
 std::int64_t rounded_up(std::int64_t value, std::int64_t to) { return (value + to - 1) / to * to; }
@@ -318,9 +319,24 @@ void amx_pack_columns(AmxOperand b, std::int64_t columns, std::int64_t inner, st
   }
 }
 
+void amx_turn_rows(const std::byte* from, std::int64_t rows, std::int64_t inner, std::byte* to) {
+  // 32 rows by 32 terms at a time: 64 bytes a row, the upper and the lower tile in one piece.
+  const std::int64_t groups = rounded_up(rows, kAmxGroup) / kAmxGroup;
+  const std::int64_t chunks = rounded_up(inner, kChunk) / kChunk;
+  for (std::int64_t chunk = 0; chunk < chunks; ++chunk) {
+    for (std::int64_t group = 0; group < groups; ++group) {
+      const std::byte* const block = from + (group * chunks + chunk) * 2 * kTile;
+      pack_transposed(reinterpret_cast<const BFloat16*>(block), kChunk, kAmxGroup, kChunk, to);
+      to += 2 * kTile;
+    }
+  }
+}
+
 void amx_multiply(std::int64_t rows, std::int64_t columns, std::int64_t inner, AmxPacked a,
                   AmxPacked b, AmxResult c, bool accumulate, std::byte* room) {
   const bool in_f32 = c.dtype == DType::kF32;
+  // A result that is larger than the first cache is fetched ahead.
+  const bool far = rows * columns * 4 > kFirstCache;
   TESSERA_CHECK(in_f32 || !accumulate);
   const std::int64_t a_group = amx_packed_bytes(kAmxGroup, a.inner);
   const std::int64_t b_sliver = amx_packed_bytes(kSliver, b.inner);
@@ -348,7 +364,7 @@ void amx_multiply(std::int64_t rows, std::int64_t columns, std::int64_t inner, A
           const std::byte* const terms = a.data + row / kAmxGroup * a_group + before;
           const bool add = accumulate || first > 0;
           if (height > kHalf) {
-            const bool more = direct && row + 2 * kAmxGroup <= rows;
+            const bool more = far && direct && row + 2 * kAmxGroup <= rows;
             multiply<true>(terms, sliver, chunks, here, add,
                            more ? here.data + kAmxGroup * here.stride : nullptr);
           } else {
@@ -371,6 +387,10 @@ void amx_pack_rows(AmxOperand, std::int64_t, std::int64_t, std::byte*) {
 }
 
 void amx_pack_columns(AmxOperand, std::int64_t, std::int64_t, std::byte*) {
+  throw Error(ExitCode::kInternal, "AMX tiles are of x86-64 CPUs only");
+}
+
+void amx_turn_rows(const std::byte*, std::int64_t, std::int64_t, std::byte*) {
   throw Error(ExitCode::kInternal, "AMX tiles are of x86-64 CPUs only");
 }
 

@@ -34,6 +34,9 @@ std::int64_t amx_packed_bytes(std::int64_t extent, std::int64_t inner);
 void amx_pack_rows(AmxOperand a, std::int64_t rows, std::int64_t inner, std::byte* to);
 void amx_pack_columns(AmxOperand b, std::int64_t columns, std::int64_t inner, std::byte* to);
 
+// Packed rows [rows, inner], turned into packed rows [inner, rows].
+void amx_turn_rows(const std::byte* from, std::int64_t rows, std::int64_t inner, std::byte* to);
+
 // A packed operand's terms from some multiple of 32 on; its groups hold `inner` terms each.
 struct AmxPacked {
   const std::byte* data;

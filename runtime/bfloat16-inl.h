@@ -26,16 +26,25 @@ HWY_INLINE hwy::HWY_NAMESPACE::Vec<hwy::HWY_NAMESPACE::ScalableTag<float>> from_
   return hn::BitCast(hn::ScalableTag<float>(), hn::ShiftLeft<16>(hn::PromoteTo(d, bits)));
 }
 
-// To the nearest, ties to even; NaN stays NaN: to_bfloat16 of runtime/view.h.
-HWY_INLINE hwy::HWY_NAMESPACE::Vec<BFloat16Bits> bfloat16_bits(
+// The bf16 nearest to each number, ties to even, in the upper half of its lane; below it are bits
+// of no meaning. A NaN must have a zero there, or it may become a number.
+HWY_INLINE hwy::HWY_NAMESPACE::Vec<hwy::HWY_NAMESPACE::ScalableTag<std::uint32_t>> bfloat16_upper(
     hwy::HWY_NAMESPACE::Vec<hwy::HWY_NAMESPACE::ScalableTag<float>> value) {
   namespace hn = hwy::HWY_NAMESPACE;
   const hn::ScalableTag<std::uint32_t> d;
   const auto bits = hn::BitCast(d, value);
   const auto odd = hn::And(hn::ShiftRight<16>(bits), hn::Set(d, 1U));
-  const auto rounded = hn::Add(hn::Add(bits, hn::Set(d, 0x7FFFU)), odd);
-  const auto quiet = hn::Or(bits, hn::Set(d, 0x400000U));
-  const auto kept = hn::IfThenElse(hn::RebindMask(d, hn::IsNaN(value)), quiet, rounded);
+  return hn::Add(hn::Add(bits, hn::Set(d, 0x7FFFU)), odd);
+}
+
+// To the nearest, ties to even; NaN stays NaN: to_bfloat16 of runtime/view.h.
+HWY_INLINE hwy::HWY_NAMESPACE::Vec<BFloat16Bits> bfloat16_bits(
+    hwy::HWY_NAMESPACE::Vec<hwy::HWY_NAMESPACE::ScalableTag<float>> value) {
+  namespace hn = hwy::HWY_NAMESPACE;
+  const hn::ScalableTag<std::uint32_t> d;
+  const auto quiet = hn::Or(hn::BitCast(d, value), hn::Set(d, 0x400000U));
+  const auto kept =
+      hn::IfThenElse(hn::RebindMask(d, hn::IsNaN(value)), quiet, bfloat16_upper(value));
   return hn::TruncateTo(BFloat16Bits(), hn::ShiftRight<16>(kept));
 }
 

@@ -179,15 +179,15 @@ Event Queue::record() { return {sequence_}; }
 void Queue::wait(Event event) { TESSERA_CHECK(event.sequence <= sequence_); }
 void Queue::synchronize() {}
 
-Device::Device(int threads) : queue_(threads) {}
+Device::Device(int threads, std::int64_t memory_limit)
+    : queue_(threads), memory_limit_(memory_limit) {}
 
 std::byte* map_memory(std::int64_t bytes) {
   const auto size = static_cast<std::size_t>(std::max<std::int64_t>(bytes, 1));
   void* memory = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (memory == MAP_FAILED) {
     throw Error(ExitCode::kUsage, "out of memory: the system refused " + std::to_string(bytes) +
-                                      " bytes (" + std::strerror(errno) +
-                                      "); `tessera plan` shows what they are for");
+                                      " bytes (" + std::strerror(errno) + ")");
   }
   madvise(memory, size, MADV_HUGEPAGE);
   return static_cast<std::byte*>(memory);
@@ -198,13 +198,22 @@ void unmap_memory(std::byte* memory, std::int64_t bytes) {
 }
 
 std::byte* Device::allocate(std::int64_t bytes) {
+  if (memory_limit_ > 0 && bytes > memory_limit_ - allocated_) {
+    throw Error(ExitCode::kUsage,
+                "execution.memory_limit_bytes: " + std::to_string(allocated_ + bytes) +
+                    " bytes are needed, the limit is " + std::to_string(memory_limit_));
+  }
   std::byte* const memory = map_memory(bytes);
+  allocated_ += bytes;
   // Touched here, in pieces shared over the threads, so that no step pays for it.
   queue_.fill_zero(View(DType::kF32, {bytes / 4}, memory));
   return memory;
 }
 
-void Device::release(std::byte* memory, std::int64_t bytes) { unmap_memory(memory, bytes); }
+void Device::release(std::byte* memory, std::int64_t bytes) {
+  unmap_memory(memory, bytes);
+  allocated_ -= bytes;
+}
 
 std::string Device::description() const {
   const int threads = queue_.threads();

@@ -118,17 +118,20 @@ class Queue {
 
 class Device {
  public:
-  // threads >= 1; the calling thread is one of them.
-  explicit Device(int threads);
+  // threads >= 1; the calling thread is one of them. memory_limit: bytes that may be allocated at
+  // one time, 0 for as many as there are.
+  explicit Device(int threads, std::int64_t memory_limit = 0);
   Queue& queue() { return queue_; }
   // Zeroed memory that has been touched; on the CPU in huge pages where the system grants them.
-  // Throws kUsage, naming the amount, when there isn't that much.
+  // Throws kUsage, naming the amount, when there isn't that much or the limit is passed.
   std::byte* allocate(std::int64_t bytes);
   void release(std::byte* memory, std::int64_t bytes);
   std::string description() const;  // "CPU, 2 threads, AVX-512"
 
  private:
   Queue queue_;
+  std::int64_t memory_limit_;
+  std::int64_t allocated_ = 0;
 };
 
 // Zeroed memory of the process, not yet touched, in huge pages where the system grants them. Throws

@@ -240,18 +240,79 @@ void product(Worker& worker, Matrix a, Transpose transpose_a, Matrix b, Transpos
     return;
   }
   if (on_tiles(a.dtype)) {
-    const std::int64_t a_bytes = amx_packed_bytes(m, k);
-    std::byte* const room = worker.products().scratch(0, a_bytes + amx_packed_bytes(n, k));
-    amx_pack_rows(tile_operand(a, ta), m, k, room);
-    amx_pack_columns(tile_operand(b, tb), n, k, room + a_bytes);
-    amx_multiply(m, n, k, {room, k}, {room + a_bytes, k}, tile_result(c), accumulate,
-                 worker.products().scratch(1, amx_room(m, n)));
+    const std::int64_t a_bytes = factor_bytes(m, k);
+    std::byte* const room = worker.products().scratch(0, a_bytes + factor_bytes(n, k));
+    product(worker, Factor::left(a, transpose_a, room),
+            Factor::right(b, transpose_b, room + a_bytes), c, accumulate);
     return;
   }
   worker.products()
       .find_or_prepare(
           {m, n, k, a.stride, b.stride, c.stride, ta, tb, accumulate, a.dtype, c.dtype})
       .run(a.data, b.data, c.data);
+}
+
+bool packs_factors(DType dtype) { return on_tiles(dtype); }
+
+std::int64_t factor_bytes(std::int64_t extent, std::int64_t inner) {
+  return amx_packed_bytes(extent, inner);
+}
+
+Factor Factor::left(Matrix a, Transpose transpose, std::byte* room) {
+  const bool turned = transpose == Transpose::kYes;
+  const std::int64_t rows = turned ? a.columns : a.rows, inner = turned ? a.rows : a.columns;
+  if (!on_tiles(a.dtype)) return {a, transpose, nullptr, rows, inner};
+  amx_pack_rows(tile_operand(a, turned), rows, inner, room);
+  return {a, transpose, room, rows, inner};
+}
+
+Factor Factor::right(Matrix b, Transpose transpose, std::byte* room) {
+  const bool turned = transpose == Transpose::kYes;
+  const std::int64_t columns = turned ? b.rows : b.columns, inner = turned ? b.columns : b.rows;
+  if (!on_tiles(b.dtype)) return {b, transpose, nullptr, columns, inner};
+  amx_pack_columns(tile_operand(b, turned), columns, inner, room);
+  return {b, transpose, room, columns, inner};
+}
+
+Factor Factor::to_be_written(Matrix a, std::byte* room) {
+  TESSERA_CHECK(a.columns % kFactorChunk == 0);
+  return {a, Transpose::kNo, on_tiles(a.dtype) ? room : nullptr, a.rows, a.columns};
+}
+
+FactorRows Factor::rows() const {
+  TESSERA_CHECK(transpose_ == Transpose::kNo);
+  const std::int64_t element = size_of(plain_.dtype), row = plain_.stride * element;
+  if (packed_ == nullptr) return {plain_.data, row, kFactorGroup * row, kFactorChunk * element};
+  return {packed_, kFactorChunk * element, factor_bytes(kFactorGroup, inner_),
+          kFactorGroup * kFactorChunk * element};
+}
+
+Factor Factor::transposed(std::byte* room) const {
+  if (packed_ == nullptr) {
+    const bool turned = transpose_ == Transpose::kYes;
+    return {plain_, turned ? Transpose::kNo : Transpose::kYes, nullptr, inner_, extent_};
+  }
+  amx_turn_rows(packed_, extent_, inner_, room);
+  return {plain_, transpose_, room, inner_, extent_};
+}
+
+Factor Factor::from_row(std::int64_t row, std::int64_t rows) const {
+  TESSERA_CHECK(transpose_ == Transpose::kNo && row % kFactorGroup == 0 && row + rows <= extent_);
+  const Matrix part = {plain_.dtype, plain_.at(row, 0), rows, plain_.columns, plain_.stride};
+  std::byte* const packed = packed_ == nullptr ? nullptr : packed_ + factor_bytes(row, inner_);
+  return {part, transpose_, packed, rows, inner_};
+}
+
+void product(Worker& worker, const Factor& a, const Factor& b, Matrix c, bool accumulate) {
+  if (a.packed_ == nullptr) {
+    product(worker, a.plain_, a.transpose_, b.plain_, b.transpose_, c, accumulate);
+    return;
+  }
+  TESSERA_CHECK(b.packed_ != nullptr && a.inner_ == b.inner_);
+  TESSERA_CHECK(c.rows == a.extent_ && c.columns == b.extent_);
+  amx_multiply(c.rows, c.columns, a.inner_, {a.packed_, a.inner_}, {b.packed_, b.inner_},
+               tile_result(c), accumulate,
+               worker.products().scratch(1, amx_room(c.rows, c.columns)));
 }
 
 void product_of_rows(Worker& worker, std::int64_t tile_rows, Matrix a, Matrix b,

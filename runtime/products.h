@@ -45,6 +45,56 @@ enum class Transpose : std::uint8_t { kNo, kYes };
 void product(Worker& worker, Matrix a, Transpose transpose_a, Matrix b, Transpose transpose_b,
              Matrix c, bool accumulate);
 
+// A factor of several products. Where the kernels want their operands packed (bf16 on the CPU's
+// tiles) it is packed once, into the caller's room; elsewhere it is the matrix as it lies. Either
+// way it is good for as long as matrix and room are left alone.
+bool packs_factors(DType dtype);
+constexpr std::int64_t kFactorGroup = 32;  // rows of a left factor that lie together
+constexpr std::int64_t kFactorChunk = 32;  // terms of a row that do
+// Of the room of op(A) [extent, inner] or op(B) [inner, extent], which begins at a multiple of 64.
+std::int64_t factor_bytes(std::int64_t extent, std::int64_t inner);
+
+// Where the terms of a left factor's rows lie: row r begins at at(r), its chunks of kFactorChunk
+// terms are `chunk` bytes apart.
+struct FactorRows {
+  std::byte* at(std::int64_t row) const {
+    return data + row / kFactorGroup * group + row % kFactorGroup * this->row;
+  }
+  std::byte* data = nullptr;
+  std::int64_t row = 0, group = 0, chunk = 0;
+};
+
+class Factor {
+ public:
+  Factor() = default;
+  // op(A) of a product.
+  static Factor left(Matrix a, Transpose transpose, std::byte* room);
+  // op(B).
+  static Factor right(Matrix b, Transpose transpose, std::byte* room);
+  // An A whose terms the caller is to write at rows(): in the room where factors are packed, else
+  // in `a` itself.
+  static Factor to_be_written(Matrix a, std::byte* room);
+  FactorRows rows() const;
+  // The transpose of a left factor, as a left factor too.
+  Factor transposed(std::byte* room) const;
+  // Rows of a left factor, from some multiple of kFactorGroup on.
+  Factor from_row(std::int64_t row, std::int64_t rows) const;
+
+ private:
+  friend void product(Worker& worker, const Factor& a, const Factor& b, Matrix c, bool accumulate);
+  Factor(Matrix plain, Transpose transpose, std::byte* packed, std::int64_t extent,
+         std::int64_t inner)
+      : plain_(plain), transpose_(transpose), packed_(packed), extent_(extent), inner_(inner) {}
+
+  Matrix plain_;
+  Transpose transpose_ = Transpose::kNo;
+  std::byte* packed_ = nullptr;  // null where the matrix serves
+  std::int64_t extent_ = 0, inner_ = 0;
+};
+
+// As above, of factors.
+void product(Worker& worker, const Factor& a, const Factor& b, Matrix c, bool accumulate);
+
 // C = A op(B), or C += A op(B) (C f32), computed with exactly `tile_rows` rows (A's missing ones
 // are zeros in the worker's own scratch; a.rows <= tile_rows). The library picks its kernel by
 // shape and stride, and different kernels round differently: a row has the same bits for every

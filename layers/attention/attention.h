@@ -53,10 +53,10 @@ struct AttentionShape {
 };
 
 // q [queries()], k [keys()], v [values()], zero behind the last position or key, all f32 or all
-// bf16; segments [B, T] i32; out [out()] f32 or bf16; log_sum_exp [rows()] f32; tile_room
-// [tile_room()] f32.
-// out = softmax(q k' scale) v of each head and map; log_sum_exp of the scaled scores. Both are
-// overwritten. A position that sees nothing gives 0 and the log-sum-exp 0.
+// bf16; segments [B, T] i32, never falling within a sequence; out [out()] f32 or bf16; log_sum_exp
+// [rows()] f32; tile_room [tile_room()] f32. out = softmax(q k' scale) v of each head and map;
+// log_sum_exp of the scaled scores. Both are overwritten. A position that sees nothing gives 0 and
+// the log-sum-exp 0.
 void attention_forward(Queue& queue, const AttentionShape& shape, const View& segments,
                        double scale, const View& q, const View& k, const View& v, const View& out,
                        const View& log_sum_exp, const View& tile_room);

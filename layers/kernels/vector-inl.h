@@ -68,6 +68,26 @@ HWY_INLINE void store(FloatVector value, BFloat16* to, std::int64_t count) {
   std::memcpy(bits, room, static_cast<std::size_t>(count) * sizeof(std::uint16_t));
 }
 
+// Two vectors, one behind the other.
+HWY_INLINE void store_pair(FloatVector a, FloatVector b, float* to) {
+  hn::StoreU(a, Floats(), to);
+  hn::StoreU(b, Floats(), to + lanes());
+}
+
+// As above, to bf16, for less: a NaN stays one if it came of bf16 or of an operation, whose lower
+// halves are zero.
+HWY_INLINE void store_pair(FloatVector a, FloatVector b, BFloat16* to) {
+#if HWY_TARGET == HWY_SCALAR
+  store(a, to, 1);
+  store(b, to + 1, 1);
+#else
+  const hn::Repartition<std::uint16_t, Floats> halves;
+  hn::StoreU(hn::ConcatOdd(halves, hn::BitCast(halves, bfloat16_upper(b)),
+                           hn::BitCast(halves, bfloat16_upper(a))),
+             halves, reinterpret_cast<std::uint16_t*>(to));
+#endif
+}
+
 HWY_INLINE FloatVector load(Elements from, std::int64_t count, float fill = 0.0F) {
   if (from.dtype == DType::kF32) {
     return load(reinterpret_cast<const float*>(from.data), count, fill);
@@ -146,20 +166,18 @@ inline void divide_row(const float* from, float divisor, Elements to, std::int64
                      HWY_ATTR { store(hn::Div(load(from + i, count), by), to + i, count); });
 }
 
-// e^x within 2 units in the last place; 0 below -87.3, infinity above 88.4; NaN stays NaN.
+// e^x for x <= 88, within 2 units in the last place; 0 below -87.3; NaN stays NaN; anything above.
 // Reduction by multiples of ln 2 in two parts and polynomial of Cephes' expf.
-HWY_INLINE FloatVector exponential(FloatVector x) {
+HWY_INLINE FloatVector exponential_below_88(FloatVector x) {
   const Floats d;
-  const hn::RebindToSigned<Floats> bits;
   const auto set = [](float value) HWY_ATTR { return hn::Set(Floats(), value); };
-  const FloatVector highest = set(88.8F);
-  const FloatVector y = hn::IfThenElse(hn::Gt(x, highest), highest, x);
-  // Adding 1.5 * 2^23 leaves the rounded quotient in the last bits.
-  const FloatVector magic = set(12582912.0F);
-  const FloatVector shifted = hn::MulAdd(y, set(1.44269504F), magic);
+  // Adding 1.5 * 2^23 + 127 leaves the rounded quotient, as an exponent is stored, in the last
+  // bits.
+  const FloatVector magic = set(12583039.0F);
+  const FloatVector shifted = hn::MulAdd(x, set(1.44269504F), magic);
   const FloatVector n = hn::Sub(shifted, magic);
   const FloatVector r =
-      hn::NegMulAdd(n, set(-2.12194440e-4F), hn::NegMulAdd(n, set(0.693359375F), y));
+      hn::NegMulAdd(n, set(-2.12194440e-4F), hn::NegMulAdd(n, set(0.693359375F), x));
   FloatVector p = set(1.9875691500e-4F);
   p = hn::MulAdd(p, r, set(1.3981999507e-3F));
   p = hn::MulAdd(p, r, set(8.3334519073e-3F));
@@ -167,9 +185,15 @@ HWY_INLINE FloatVector exponential(FloatVector x) {
   p = hn::MulAdd(p, r, set(1.6666665459e-1F));
   p = hn::MulAdd(p, r, set(0.5F));
   p = hn::MulAdd(p, hn::Mul(r, r), hn::Add(r, set(1.0F)));
-  const auto exponent = hn::Add(hn::BitCast(bits, shifted), hn::Set(bits, 127));
-  const FloatVector power = hn::BitCast(d, hn::ShiftLeft<23>(exponent));
+  const hn::RebindToSigned<Floats> bits;
+  const FloatVector power = hn::BitCast(d, hn::ShiftLeft<23>(hn::BitCast(bits, shifted)));
   return hn::IfThenZeroElse(hn::Lt(x, set(-87.3F)), hn::Mul(p, power));
+}
+
+// e^x; infinity above 88.4.
+HWY_INLINE FloatVector exponential(FloatVector x) {
+  const FloatVector highest = hn::Set(Floats(), 88.8F);
+  return exponential_below_88(hn::IfThenElse(hn::Gt(x, highest), highest, x));
 }
 
 HWY_INLINE FloatVector sigmoid(FloatVector x) {

@@ -410,6 +410,13 @@ TEST(AuditPlan, LengthAndPositionsFollowFromTheSizes) {
   EXPECT_EQ(plan_audit(tiles, 0, {}).length, 2048 + 128 + 1);
   EXPECT_EQ(plan_audit(tiles, 256, {}).length, 64 + 4 + 1);
   EXPECT_FALSE(plan_audit(tiles, 256, {}).sizes[0].counts);
+  // Nor a window; at the model's length it never hides a key either.
+  const std::vector<AuditSize> windows = {{"window", std::int64_t{1} << 40, {"sliding"}},
+                                          {"window", 64, {"nsa"}}};
+  EXPECT_EQ(plan_audit(windows, 4096, {}).length, 64 + 4 + 1);
+  EXPECT_EQ(plan_audit(windows, 64, {}).length, 65);
+  EXPECT_EQ(plan_audit(windows, 65, {}).length, 64 + 4 + 1);
+  EXPECT_THROW(plan_audit(windows, 0, {}), Error);
 }
 
 TEST(AuditPlan, B35_ALengthThatSeesTooLittleIsRefused) {

@@ -60,7 +60,9 @@ def test_a_checkpoint_is_audited_with_its_own_parameters():
     done = audit("--config", config, "--checkpoint", checkpoint, "--set",
                  "model.mixer[1].sliding.window=9", expect=2)
     assert "model.mixer[1].sliding.window" in done.stderr and done.stderr.count("\n") == 1, done
-    audit("--checkpoint", folder + "/checkpoints/none.h5", expect=4)
+    for missing in (folder + "/checkpoints/none.h5", "nowhere/none.h5"):
+        done = audit("--checkpoint", missing, expect=4)
+        assert f"{missing}: " in done.stderr and done.stderr.count("\n") == 1, done.stderr
 
 
 def test_what_cant_be_audited_is_refused():
@@ -71,6 +73,12 @@ def test_what_cant_be_audited_is_refused():
     assert "--config or --checkpoint" in done.stderr, done.stderr
     done = audit("--config", config, "--length", "17", ranks=2, expect=2)
     assert done.stderr.count("tessera: ") == 1, done.stderr
+    done = audit("--config", config, "--seed", "-1", expect=2)
+    assert "--seed" in done.stderr, done.stderr
+    limit = "execution.memory_limit_bytes"
+    for ranks in (0, 2):
+        done = audit("--config", config, "--set", f"{limit}=100000", ranks=ranks, expect=2)
+        assert f"{limit}: " in done.stderr and done.stderr.count("tessera: ") == 1, done.stderr
 
 
 def test_no_certificate_of_a_model_that_the_control_cant_see():
@@ -112,6 +120,8 @@ def test_profile_writes_what_it_prints():
     assert "forward_backward" not in only["lines"][0] and len(only["lines"]) == 2
     done = run([*command, "--mixers", "hyena"], expect=2)
     assert "--mixers: hyena" in done.stderr, done.stderr
+    done = run([*command, "--set", "execution.memory_limit_bytes=100000"], expect=2)
+    assert "execution.memory_limit_bytes: " in done.stderr, done.stderr
 
 
 if __name__ == "__main__":

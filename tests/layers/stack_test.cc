@@ -360,12 +360,16 @@ TEST(Config, B35_RefusalsNameTheField) {
       {"vocabulary: 0", "model.vocabulary: must be at least 1, is 0"},
       {"length: 0", "model.length: must be at least 1, is 0"},
       {"feed_forward { width: 0 }", "model.feed_forward.width: must be at least 1, is 0"},
-      {"norm_epsilon: 0", "model.norm_epsilon: must be above 0, is 0"},
-      {"norm_epsilon: nan", "model.norm_epsilon: must be above 0, is nan"},
-      {"init_deviation: -1", "model.init_deviation: must be above 0, is -1"},
+      {"norm_epsilon: 0", "model.norm_epsilon: must be a finite number above 0, is 0"},
+      {"norm_epsilon: inf", "model.norm_epsilon: must be a finite number above 0, is inf"},
+      {"norm_epsilon: nan", "model.norm_epsilon: must be a finite number above 0, is nan"},
+      {"init_deviation: -1", "model.init_deviation: must be a finite number above 0, is -1"},
       {"width: 1000000", "model.width: must be at most 262144, is 1000000"},
       {"schedule { explicit: \"FX\" }",
        "model.schedule.explicit: unknown letter 'X' for layer 1; known: F full, S sliding, "
+       "G differential, L linear, M mamba2, N nsa, C compress, H hybrid"},
+      {"schedule { explicit: \"S\u00e4\" }",
+       "model.schedule.explicit: unknown letter '\u00e4' for layer 1; known: F full, S sliding, "
        "G differential, L linear, M mamba2, N nsa, C compress, H hybrid"},
       {"schedule { explicit: \" \" }", "model.schedule.explicit: must name at least one layer"},
       {"schedule { latin { order: \"full\" order: \"fool\" } }",
@@ -420,7 +424,7 @@ TEST(Config, B35_RefusalsOfMixersNameTheField) {
       {"attention { heads: 4 key_value_heads: 2 head_width: 3 }",
        path + "attention.head_width: must be even for the rotation, is 3"},
       {"attention { heads: 4 key_value_heads: 2 head_width: 4 rope_theta: 0 }",
-       path + "attention.rope_theta: must be above 0, is 0"},
+       path + "attention.rope_theta: must be a finite number above 0, is 0"},
   };
   for (const auto& [mixer, message] : cases) {
     try {

@@ -5,6 +5,8 @@
 #include <cmath>
 #include <cstring>
 #include <limits>
+#include <type_traits>
+#include <utility>
 #include <vector>
 
 #include "runtime/random.h"
@@ -160,6 +162,109 @@ TEST(Products, StridedOperandsAndAccumulation) {
       }
       ASSERT_NEAR(c[i * kStride + j], sum, bound(kK + 1, magnitude));
     }
+  }
+}
+
+// Factors give what the plain product gives: of both types, with the extents of tiles and others.
+template <class T>
+class Factors : public ::testing::Test {};
+using FactorTypes = ::testing::Types<float, BFloat16>;
+TYPED_TEST_SUITE(Factors, FactorTypes);
+
+template <class T>
+std::vector<T> values_of(const char* name, std::int64_t count) {
+  const std::vector<float> from = values(name, count);
+  std::vector<T> result(from.size());
+  for (std::size_t i = 0; i < from.size(); ++i) {
+    if constexpr (std::is_same_v<T, float>) {
+      result[i] = from[i];
+    } else {
+      result[i] = to_bfloat16(from[i]);
+    }
+  }
+  return result;
+}
+
+struct FactorRoom {
+  FactorRoom(std::int64_t extent, std::int64_t inner)
+      : bytes(static_cast<std::size_t>(factor_bytes(extent, inner)) + 64) {}
+  std::byte* data() {
+    auto address = reinterpret_cast<std::uintptr_t>(bytes.data());
+    return bytes.data() + (64 - address % 64) % 64;
+  }
+  std::vector<std::byte> bytes;
+};
+
+TYPED_TEST(Factors, GiveThePlainProduct) {
+  ASSERT_TRUE(has_products(dtype_of<TypeParam>()));
+  Worker worker(0);
+  for (const auto& [m, n, k] : std::vector<std::array<std::int64_t, 3>>{
+           {128, 128, 64}, {128, 64, 128}, {32, 128, 24}, {7, 5, 3}, {33, 40, 70}, {1, 1, 1}}) {
+    for (const Transpose ta : {Transpose::kNo, Transpose::kYes}) {
+      for (const Transpose tb : {Transpose::kNo, Transpose::kYes}) {
+        const bool turned_a = ta == Transpose::kYes, turned_b = tb == Transpose::kYes;
+        std::vector<TypeParam> a = values_of<TypeParam>("a", m * k);
+        std::vector<TypeParam> b = values_of<TypeParam>("b", n * k);
+        const Matrix ma(a.data(), turned_a ? k : m, turned_a ? m : k, turned_a ? m : k);
+        const Matrix mb(b.data(), turned_b ? n : k, turned_b ? k : n, turned_b ? k : n);
+        std::vector<float> expected = values("c", m * n), found = expected;
+        FactorRoom room_a(m, k), room_b(n, k);
+        const Factor left = Factor::left(ma, ta, room_a.data());
+        const Factor right = Factor::right(mb, tb, room_b.data());
+        for (const bool accumulate : {true, false, true}) {
+          product(worker, ma, ta, mb, tb, {expected.data(), m, n, n}, accumulate);
+          product(worker, left, right, {found.data(), m, n, n}, accumulate);
+          ASSERT_EQ(found, expected) << m << " x " << n << " x " << k;
+        }
+        if (m % kFactorGroup != 0 || turned_a) continue;
+        // A group of rows alone. (The library may take another kernel for fewer rows.)
+        product(worker, left, right, {expected.data(), m, n, n}, false);
+        std::vector<float> part(static_cast<std::size_t>(kFactorGroup * n));
+        product(worker, left.from_row(m - kFactorGroup, kFactorGroup), right,
+                {part.data(), kFactorGroup, n, n}, false);
+        for (std::size_t i = 0; i < part.size(); ++i) {
+          ASSERT_NEAR(part[i], expected[expected.size() - part.size() + i],
+                      bound(2 * k, static_cast<double>(4 * k)));
+        }
+      }
+    }
+  }
+}
+
+TYPED_TEST(Factors, AreWrittenByRowsAndTurned) {
+  ASSERT_TRUE(has_products(dtype_of<TypeParam>()));
+  Worker worker(0);
+  for (const auto& [m, k] : std::vector<std::pair<std::int64_t, std::int64_t>>{
+           {128, 128}, {32, 128}, {64, 32}, {40, 96}}) {
+    std::vector<TypeParam> a = values_of<TypeParam>("a", m * k);
+    std::vector<TypeParam> plain(static_cast<std::size_t>(m * (k + 8)));
+    FactorRoom room(m, k), turned_room(k, m), room_b(24, k), room_c(24, m);
+    const Factor written = Factor::to_be_written({plain.data(), m, k, k + 8}, room.data());
+    const FactorRows rows = written.rows();
+    for (std::int64_t i = 0; i < m; ++i) {
+      for (std::int64_t j = 0; j < k; ++j) {
+        auto* const chunk =
+            reinterpret_cast<TypeParam*>(rows.at(i) + j / kFactorChunk * rows.chunk);
+        chunk[j % kFactorChunk] = a[static_cast<std::size_t>(i * k + j)];
+      }
+    }
+    const std::int64_t n = 24;
+    std::vector<TypeParam> b = values_of<TypeParam>("b", n * k),
+                           c = values_of<TypeParam>("c", n * m);
+    const Matrix ma(a.data(), m, k, k), mb(b.data(), k, n, n), mc(c.data(), m, n, n);
+    const auto expect = [&](std::int64_t extent, const Factor& left, Transpose transpose,
+                            const Matrix& right, FactorRoom& right_room) {
+      std::vector<float> expected(static_cast<std::size_t>(extent * n)), found(expected);
+      product(worker, ma, transpose, right, Transpose::kNo, {expected.data(), extent, n, n}, false);
+      product(worker, left, Factor::right(right, Transpose::kNo, right_room.data()),
+              {found.data(), extent, n, n}, false);
+      const std::int64_t inner = right.rows;
+      for (std::size_t i = 0; i < found.size(); ++i) {
+        ASSERT_NEAR(found[i], expected[i], bound(2 * inner, static_cast<double>(4 * inner)));
+      }
+    };
+    expect(m, written, Transpose::kNo, mb, room_b);
+    expect(k, written.transposed(turned_room.data()), Transpose::kYes, mc, room_c);
   }
 }
 
