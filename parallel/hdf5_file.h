@@ -52,7 +52,7 @@ Handle space_of(const Shape& shape);
 // 2 * rank - 1 boxes; nothing when begin == end. False on failure.
 bool select_flat(const Handle& space, const Shape& shape, std::int64_t begin, std::int64_t end);
 
-// zlib's crc32 of elements, and of the joined bytes of two parts.
+// The crc32 of zlib and gzip of elements, and of the joined bytes of two parts.
 std::uint32_t crc_of(std::uint32_t before, const void* data, std::int64_t bytes);
 std::uint32_t crc_joined(std::uint32_t first, std::uint32_t second, std::int64_t second_bytes);
 // Bytes of an array that one checksum covers.
