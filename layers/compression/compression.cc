@@ -53,14 +53,9 @@ void sum_rows(const float* from, std::int64_t rows, std::int64_t stride, std::in
     for_vectors(n, [&](std::int64_t i, std::int64_t count)
                        HWY_ATTR { store(hn::Zero(Floats()), part + i, count); });
     for (std::int64_t row = first; row < HWY_MIN(rows, first + block); ++row) {
-      for_vectors(n, [&](std::int64_t i, std::int64_t count) HWY_ATTR {
-        store(hn::Add(load(part + i, count), load(from + row * stride + i, count)), part + i,
-              count);
-      });
+      add_row(from + row * stride, part, n);
     }
-    for_vectors(n, [&](std::int64_t i, std::int64_t count) HWY_ATTR {
-      store(hn::Add(load(to + i, count), load(part + i, count)), to + i, count);
-    });
+    add_row(part, to, n);
   }
 }
 

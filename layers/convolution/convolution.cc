@@ -65,12 +65,6 @@ void convolve_transposed_row(Elements d_u, const float* by_tap, std::int64_t rea
   });
 }
 
-void add_partial(float* to, const float* from, std::int64_t n) {
-  for_vectors(n, [&](std::int64_t i, std::int64_t count) HWY_ATTR {
-    store(hn::Add(load(to + i, count), load(from + i, count)), to + i, count);
-  });
-}
-
 }  // namespace HWY_NAMESPACE
 }  // namespace tessera
 HWY_AFTER_NAMESPACE();
@@ -84,7 +78,7 @@ namespace {
 HWY_EXPORT(convolve_row);
 HWY_EXPORT(convolve_backward_row);
 HWY_EXPORT(convolve_transposed_row);
-HWY_EXPORT(add_partial);
+HWY_EXPORT(add_row);
 
 float value_at(const View& view, std::int64_t i) {
   return view.dtype() == DType::kF32 ? view.as<float>()[i] : to_float(view.as<BFloat16>()[i]);
@@ -182,8 +176,8 @@ void convolution_backward(Queue& queue, const ConvolutionConfig& config, BatchSh
   queue.parallel_for(pieces_of(weights, kColumns), [&](std::int64_t piece, Worker&) {
     const std::int64_t begin = piece * kColumns;
     for (std::int64_t block = 1; block < blocks; ++block) {
-      HWY_DYNAMIC_DISPATCH(add_partial)
-      (partial + begin, partial + block * weights + begin, std::min(kColumns, weights - begin));
+      HWY_DYNAMIC_DISPATCH(add_row)
+      (partial + block * weights + begin, partial + begin, std::min(kColumns, weights - begin));
     }
   });
   for (std::int64_t c = 0; c < channels; ++c) {

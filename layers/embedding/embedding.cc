@@ -14,12 +14,6 @@ void copy_row(Elements from, float* to, std::int64_t n) {
                      HWY_ATTR { store(load(from + i, count), to + i, count); });
 }
 
-void add_row(const float* from, float* to, std::int64_t n) {
-  for_vectors(n, [&](std::int64_t i, std::int64_t count) HWY_ATTR {
-    store(hn::Add(load(to + i, count), load(from + i, count)), to + i, count);
-  });
-}
-
 }  // namespace HWY_NAMESPACE
 }  // namespace tessera
 HWY_AFTER_NAMESPACE();

@@ -159,6 +159,13 @@ inline double dot(Elements a, Elements b, std::int64_t n) {
   return sum.total();
 }
 
+// to_i += from_i.
+inline void add_row(const float* from, float* to, std::int64_t n) {
+  for_vectors(n, [&](std::int64_t i, std::int64_t count) HWY_ATTR {
+    store(hn::Add(load(to + i, count), load(from + i, count)), to + i, count);
+  });
+}
+
 // to_i = from_i / divisor.
 inline void divide_row(const float* from, float divisor, Elements to, std::int64_t n) {
   const FloatVector by = hn::Set(Floats(), divisor);

@@ -49,12 +49,6 @@ void backward_row(Elements x, Elements weight, float inverse_rms, Elements d_y, 
   });
 }
 
-void add_row(float* to, const float* from, std::int64_t n) {
-  for_vectors(n, [&](std::int64_t i, std::int64_t count) HWY_ATTR {
-    store(hn::Add(load(to + i, count), load(from + i, count)), to + i, count);
-  });
-}
-
 }  // namespace HWY_NAMESPACE
 }  // namespace tessera
 HWY_AFTER_NAMESPACE();
@@ -143,7 +137,7 @@ void rms_norm_weight_gradient(Queue& queue, const View& partial_d_weight, const 
     const std::int64_t count = std::min(kColumns, d - begin);
     std::copy_n(partial + begin, count, sum + begin);
     for (std::int64_t block = 1; block < blocks; ++block) {
-      HWY_DYNAMIC_DISPATCH(add_row)(sum + begin, partial + block * d + begin, count);
+      HWY_DYNAMIC_DISPATCH(add_row)(partial + block * d + begin, sum + begin, count);
     }
   });
 }

@@ -4,10 +4,8 @@
 
 #include <google/protobuf/text_format.h>
 
-#include <fstream>
-#include <nlohmann/json.hpp>
-
 #include "tests/layers/mixer_checks.h"
+#include "tests/layers/oracle.h"
 #include "tests/reference/differential.h"
 
 namespace tessera::testing {
@@ -142,9 +140,7 @@ TEST(Differential, InBFloat16AgreesWithFloat64) {
 TEST(Differential, AgreesWithTransformers) {
   for (const std::string name : {"differential", "differential_documents"}) {
     SCOPED_TRACE(name);
-    std::ifstream file(std::string(TESSERA_SOURCE_DIR) + "/tests/oracle/" + name + ".json");
-    ASSERT_TRUE(file.good());
-    const auto stored = nlohmann::json::parse(file);
+    const nlohmann::json stored = read_oracle(name);
     const auto& s = stored["settings"];
     ASSERT_EQ(s["theta"], 10000.0);
     const DifferentialShape shape = {s["width"],      s["heads"], s["key_value_heads"],
@@ -152,16 +148,6 @@ TEST(Differential, AgreesWithTransformers) {
     const TestBatch batch(s["batch"], s["length"], 2, s["starts"]);
     const auto layer = make(shape, DType::kF32, "10000");
     LayerRun run(*layer, batch, shape.width);
-    const auto array = [](const nlohmann::json& of) {
-      return of.at("values").get<reference::Array>();
-    };
-    const auto fill = [&](const View& view, const nlohmann::json& of) {
-      const reference::Array from = array(of);
-      ASSERT_EQ(static_cast<std::size_t>(view.count()), from.size());
-      for (std::size_t i = 0; i < from.size(); ++i) {
-        view.as<float>()[i] = static_cast<float>(from[i]);
-      }
-    };
     const std::vector<ParameterSpec> specs = layer->parameters();
     fill(run.in(), stored["inputs"]["x"]);
     fill(run.d_out(), stored["d_out"]);
@@ -172,11 +158,12 @@ TEST(Differential, AgreesWithTransformers) {
     run.forward();
     run.backward();
     const std::int64_t length = sums(shape, batch.batch.shape.length);
-    expect_close("out", run.out(), array(stored["out"]), length);
-    expect_close("d_in", run.d_in(), array(stored["gradients"]["x"]), length);
+    expect_close("out", run.out(), array_of(stored["out"]), length);
+    expect_close("d_in", run.d_in(), array_of(stored["gradients"]["x"]), length);
     for (std::size_t i = 0; i < specs.size(); ++i) {
       expect_close("d_" + specs[i].name, run.d_parameters[i],
-                   array(stored["gradients"].at(specs[i].name)), length + batch.batch.shape.rows());
+                   array_of(stored["gradients"].at(specs[i].name)),
+                   length + batch.batch.shape.rows());
     }
   }
 }

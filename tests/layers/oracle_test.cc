@@ -1,34 +1,17 @@
 // The layers against values that PyTorch computed in float64 (tests/oracle/make_layers.py), forward
 // and every gradient.
-#include <google/protobuf/text_format.h>
+#include "tests/layers/oracle.h"
 
-#include <fstream>
-#include <nlohmann/json.hpp>
+#include <google/protobuf/text_format.h>
 
 #include "layers/mixers/mixers.h"
 #include "layers/rms_norm/rms_norm.h"
 #include "layers/swiglu/swiglu.h"
-#include "tests/layers/testing.h"
 
 namespace tessera::testing {
 namespace {
 
 using Json = nlohmann::json;
-
-Json read(const std::string& name) {
-  const std::string path = std::string(TESSERA_SOURCE_DIR) + "/tests/oracle/" + name + ".json";
-  std::ifstream file(path);
-  EXPECT_TRUE(file.good()) << path;
-  return Json::parse(file);
-}
-
-reference::Array array(const Json& stored) { return stored.at("values").get<reference::Array>(); }
-
-void fill(const View& view, const Json& stored) {
-  const reference::Array from = array(stored);
-  ASSERT_EQ(static_cast<std::size_t>(view.count()), from.size());
-  for (std::size_t i = 0; i < from.size(); ++i) view.as<float>()[i] = static_cast<float>(from[i]);
-}
 
 void expect_layer(const Json& stored, const Layer& layer, const TestBatch& batch,
                   std::int64_t width, std::int64_t length) {
@@ -42,16 +25,17 @@ void expect_layer(const Json& stored, const Layer& layer, const TestBatch& batch
   }
   run.forward();
   run.backward();
-  expect_close("out", run.out(), array(stored["out"]), length);
-  expect_close("d_in", run.d_in(), array(stored["gradients"]["x"]), length);
+  expect_close("out", run.out(), array_of(stored["out"]), length);
+  expect_close("d_in", run.d_in(), array_of(stored["gradients"]["x"]), length);
   for (std::size_t i = 0; i < specs.size(); ++i) {
     expect_close("d_" + specs[i].name, run.d_parameters[i],
-                 array(stored["gradients"].at(specs[i].name)), length + batch.batch.shape.rows());
+                 array_of(stored["gradients"].at(specs[i].name)),
+                 length + batch.batch.shape.rows());
   }
 }
 
 TEST(Oracle, RmsNorm) {
-  const Json stored = read("rms_norm");
+  const Json stored = read_oracle("rms_norm");
   const std::int64_t rows = stored["settings"]["rows"], d = stored["settings"]["width"];
   Queue queue(1);
   Buffers b({{"x", DType::kF32, {rows, d}},
@@ -68,13 +52,13 @@ TEST(Oracle, RmsNorm) {
   rms_norm(queue, b[0], b[1], 1e-6, b[2], b[3]);
   rms_norm_backward(queue, b[0], b[1], b[3], b[4], b[5], false, b[6]);
   rms_norm_weight_gradient(queue, b[6], b[7]);
-  expect_close("y", b[2], array(stored["out"]), 8);
-  expect_close("d_x", b[5], array(stored["gradients"]["x"]), 8);
-  expect_close("d_weight", b[7], array(stored["gradients"]["weight"]), 8 + rows);
+  expect_close("y", b[2], array_of(stored["out"]), 8);
+  expect_close("d_x", b[5], array_of(stored["gradients"]["x"]), 8);
+  expect_close("d_weight", b[7], array_of(stored["gradients"]["weight"]), 8 + rows);
 }
 
 TEST(Oracle, SwiGlu) {
-  const Json stored = read("swiglu");
+  const Json stored = read_oracle("swiglu");
   const Json& s = stored["settings"];
   const std::int64_t width = s["width"], inner = s["inner"];
   const TestBatch batch(s["batch"], s["length"], 2);
@@ -82,7 +66,7 @@ TEST(Oracle, SwiGlu) {
 }
 
 void expect_mixer(const std::string& name) {
-  const Json stored = read(name);
+  const Json stored = read_oracle(name);
   const Json& s = stored["settings"];
   const std::int64_t width = s["width"], window = s["window"], length = s["length"];
   ModelConfig config;
@@ -110,7 +94,7 @@ TEST(Oracle, SlidingOverSeveralTiles) { expect_mixer("sliding_long"); }
 
 // A mixer whose settings hold its configuration as text.
 void expect_configured(const std::string& name, std::int64_t length) {
-  const Json stored = read(name);
+  const Json stored = read_oracle(name);
   const Json& s = stored["settings"];
   ModelConfig config;
   config.set_width(s["width"]);
@@ -130,7 +114,7 @@ TEST(Oracle, NsaOverlappingBlocksAndDocuments) {
 }
 
 TEST(Oracle, EmbeddingHeadAndCrossEntropy) {
-  const Json stored = read("ends");
+  const Json stored = read_oracle("ends");
   const Json& s = stored["settings"];
   const std::int64_t width = s["width"], vocabulary = s["vocabulary"];
   TestBatch batch(s["batch"], s["length"], 2);
@@ -158,11 +142,11 @@ TEST(Oracle, EmbeddingHeadAndCrossEntropy) {
                                              head_p.views(), d_head.views(), scratch.views());
   embedding.backward(queue, batch.batch, rows[1], d_embedding.views(), embedding_scratch.views());
   const std::int64_t length = width + vocabulary + shape.rows();
-  EXPECT_NEAR(loss, array(stored["out"])[0],
+  EXPECT_NEAR(loss, array_of(stored["out"])[0],
               tolerance(4.0 * static_cast<double>(shape.rows()), width));
-  expect_close("d_embedding", d_embedding[0], array(stored["gradients"]["embedding"]), length);
-  expect_close("d_norm", d_head[0], array(stored["gradients"]["norm"]), length);
-  expect_close("d_lm_head", d_head[1], array(stored["gradients"]["lm_head"]), length);
+  expect_close("d_embedding", d_embedding[0], array_of(stored["gradients"]["embedding"]), length);
+  expect_close("d_norm", d_head[0], array_of(stored["gradients"]["norm"]), length);
+  expect_close("d_lm_head", d_head[1], array_of(stored["gradients"]["lm_head"]), length);
 }
 
 }  // namespace

@@ -1,29 +1,12 @@
 // mamba2 and linear against values that others' code computed (tests/oracle/make_recurrences.py),
 // forward and every gradient.
-#include <fstream>
-#include <nlohmann/json.hpp>
-
 #include "tests/layers/mixer_checks.h"
+#include "tests/layers/oracle.h"
 
 namespace tessera::testing {
 namespace {
 
 using Json = nlohmann::json;
-
-Json read(const std::string& name) {
-  const std::string path = std::string(TESSERA_SOURCE_DIR) + "/tests/oracle/" + name + ".json";
-  std::ifstream file(path);
-  EXPECT_TRUE(file.good()) << path;
-  return Json::parse(file);
-}
-
-reference::Array array(const Json& stored) { return stored.at("values").get<reference::Array>(); }
-
-void fill(const View& view, const Json& stored) {
-  const reference::Array from = array(stored);
-  ASSERT_EQ(static_cast<std::size_t>(view.count()), from.size());
-  for (std::size_t i = 0; i < from.size(); ++i) view.as<float>()[i] = static_cast<float>(from[i]);
-}
 
 void expect_oracle(const Json& stored, const Layer& layer) {
   const std::int64_t length = stored["settings"]["length"], width = stored["settings"]["width"];
@@ -39,20 +22,20 @@ void expect_oracle(const Json& stored, const Layer& layer) {
   run.forward();
   run.backward();
   const std::int64_t terms = 6 * width + 2 * length;
-  expect_close("out", run.out(), array(stored["out"]), terms);
-  expect_close("d_in", run.d_in(), array(stored["gradients"]["x"]), terms);
+  expect_close("out", run.out(), array_of(stored["out"]), terms);
+  expect_close("d_in", run.d_in(), array_of(stored["gradients"]["x"]), terms);
   // What scales a head's outputs is taken out by the norm: the terms of the gradients of steps and
   // rates, as large as those of the norm's weight, cancel.
-  const double norm_terms = largest(array(stored["gradients"]["norm.weight"]));
+  const double norm_terms = largest(array_of(stored["gradients"]["norm.weight"]));
   for (std::size_t i = 0; i < specs.size(); ++i) {
     expect_close("d_" + specs[i].name, run.d_parameters[i],
-                 array(stored["gradients"].at(specs[i].name)), terms + length,
+                 array_of(stored["gradients"].at(specs[i].name)), terms + length,
                  specs[i].full_precision ? norm_terms : 0.0);
   }
 }
 
 void expect_mamba2(const std::string& name) {
-  const Json stored = read(name);
+  const Json stored = read_oracle(name);
   const Json& s = stored["settings"];
   const auto text = [&](const std::string& key) { return std::to_string(s[key].get<int>()); };
   expect_oracle(stored, *make_from_text("mamba2",
@@ -65,7 +48,7 @@ TEST(Oracle, Mamba2) { expect_mamba2("mamba2"); }
 TEST(Oracle, Mamba2InGroupsOverSeveralChunks) { expect_mamba2("mamba2_long"); }
 
 TEST(Oracle, LinearRecurrence) {
-  const Json stored = read("linear");
+  const Json stored = read_oracle("linear");
   const Json& s = stored["settings"];
   const auto text = [&](const std::string& key) { return std::to_string(s[key].get<int>()); };
   expect_oracle(stored, *make_from_text("linear",
