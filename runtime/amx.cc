@@ -320,13 +320,15 @@ void amx_pack_columns(AmxOperand b, std::int64_t columns, std::int64_t inner, st
 }
 
 void amx_turn_rows(const std::byte* from, std::int64_t rows, std::int64_t inner, std::byte* to) {
-  // 32 rows by 32 terms at a time: 64 bytes a row, the upper and the lower tile in one piece.
+  // 32 rows by 32 terms at a time: 64 bytes a row, the upper and the lower tile in one piece. What
+  // lies behind the last row is undefined; turned it would be terms of every sum.
   const std::int64_t groups = rounded_up(rows, kAmxGroup) / kAmxGroup;
   const std::int64_t chunks = rounded_up(inner, kChunk) / kChunk;
   for (std::int64_t chunk = 0; chunk < chunks; ++chunk) {
     for (std::int64_t group = 0; group < groups; ++group) {
       const std::byte* const block = from + (group * chunks + chunk) * 2 * kTile;
-      pack_transposed(reinterpret_cast<const BFloat16*>(block), kChunk, kAmxGroup, kChunk, to);
+      pack_transposed(reinterpret_cast<const BFloat16*>(block), kChunk, kAmxGroup,
+                      std::min(kAmxGroup, rows - group * kAmxGroup), to);
       to += 2 * kTile;
     }
   }

@@ -208,10 +208,6 @@ void clear_rows(Matrix matrix, std::int64_t first) {
   }
 }
 
-}  // namespace
-
-namespace {
-
 // bf16 goes over the CPU's own tiles where it has them: measured against the library in
 // docs/benchmarks.md. There a row's bits depend on nothing but the row.
 bool on_tiles(DType dtype) { return dtype == DType::kBF16 && amx_granted(); }
@@ -251,6 +247,8 @@ void product(Worker& worker, Matrix a, Transpose transpose_a, Matrix b, Transpos
           {m, n, k, a.stride, b.stride, c.stride, ta, tb, accumulate, a.dtype, c.dtype})
       .run(a.data, b.data, c.data);
 }
+
+static_assert(kFactorGroup == kAmxGroup);
 
 bool packs_factors(DType dtype) { return on_tiles(dtype); }
 

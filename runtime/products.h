@@ -71,8 +71,8 @@ class Factor {
   static Factor left(Matrix a, Transpose transpose, std::byte* room);
   // op(B).
   static Factor right(Matrix b, Transpose transpose, std::byte* room);
-  // An A whose terms the caller is to write at rows(): in the room where factors are packed, else
-  // in `a` itself.
+  // An A, its columns a multiple of kFactorChunk, whose terms the caller is to write at rows(): in
+  // the room where factors are packed, else in `a` itself.
   static Factor to_be_written(Matrix a, std::byte* room);
   FactorRows rows() const;
   // The transpose of a left factor, as a left factor too.

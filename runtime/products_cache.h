@@ -27,7 +27,7 @@ class ProductCache {
   ProductCache();
   ~ProductCache();
   PreparedProduct& find_or_prepare(const ProductKey& key);
-  // Room for so many bytes; kept, so that a size is allocated once. Three are enough: an operand
+  // Room for so many bytes; kept, so that a size is allocated once. Three are enough: operands
   // and a result of this worker's piece, and an operand that all workers share.
   std::byte* scratch(std::size_t which, std::int64_t bytes);
 

@@ -2,6 +2,8 @@
 // bits of a row.
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <array>
 #include <cmath>
 #include <cstring>
 #include <limits>
@@ -98,6 +100,65 @@ TEST_F(BFloat16Products, AgreeWithDoublePrecision) {
           }
         }
       }
+    }
+  }
+}
+
+// Sums that are cut into steps, and operands packed a part at a time: element by element of a
+// sample.
+TEST_F(BFloat16Products, LongSumsAgreeWithDoublePrecision) {
+  for (const std::int64_t m : {1, 16, 17, 33}) {
+    for (const std::int64_t n : {1, 32, 70}) {
+      for (const std::int64_t k : {513, 1024, 1300}) {
+        for (const bool accumulate : {false, true}) {
+          if (::testing::Test::HasFatalFailure()) return;
+          expect_product({m, n, k, Transpose::kNo, Transpose::kYes, accumulate, DType::kF32});
+          if (accumulate) continue;
+          expect_product({m, n, k, Transpose::kNo, Transpose::kNo, false, DType::kBF16});
+        }
+      }
+    }
+  }
+  expect_product({33, 1030, 600, Transpose::kYes, Transpose::kNo, true, DType::kF32});
+  expect_product({20, 1030, 600, Transpose::kNo, Transpose::kYes, false, DType::kBF16});
+  Queue queue(2);
+  for (const auto& [m, n, k] : std::vector<std::array<std::int64_t, 3>>{
+           {40, 24, 2049}, {24, 300, 4130}, {1, 1, 5000}, {530, 520, 2600}, {130, 513, 2048}}) {
+    // a [m, k], b [n, k], and their transposes.
+    std::vector<BFloat16> a = values("a", m * k), b = values("b", n * k);
+    std::vector<BFloat16> a_turned(a.size()), b_turned(b.size());
+    for (std::int64_t l = 0; l < k; ++l) {
+      for (std::int64_t i = 0; i < m; ++i) a_turned[l * m + i] = a[i * k + l];
+      for (std::int64_t j = 0; j < n; ++j) b_turned[l * n + j] = b[j * k + l];
+    }
+    const auto size = static_cast<std::size_t>(m * n);
+    std::vector<BFloat16> rounded(size);
+    std::vector<float> forward(size), input(size), added(size, 3.0F), weight(size);
+    linear_forward(queue, {a.data(), m, k, k}, {b.data(), n, k, k}, {rounded.data(), m, n, n});
+    linear_forward(queue, {a.data(), m, k, k}, {b.data(), n, k, k}, {forward.data(), m, n, n});
+    linear_backward_input(queue, {a.data(), m, k, k}, {b_turned.data(), k, n, n},
+                          {input.data(), m, n, n}, false);
+    linear_backward_input(queue, {a.data(), m, k, k}, {b_turned.data(), k, n, n},
+                          {added.data(), m, n, n}, true);
+    linear_backward_weight(queue, {a_turned.data(), k, m, m}, {b_turned.data(), k, n, n},
+                           {weight.data(), m, n, n}, false);
+    for (std::size_t at = 0; at < size; at += std::max<std::size_t>(1, size / 997)) {
+      const auto i = static_cast<std::int64_t>(at) / n, j = static_cast<std::int64_t>(at) % n;
+      double sum = 0.0, magnitude = 0.0;
+      for (std::int64_t l = 0; l < k; ++l) {
+        const double term = static_cast<double>(to_float(a[i * k + l])) *
+                            static_cast<double>(to_float(b[j * k + l]));
+        sum += term;
+        magnitude += std::abs(term);
+      }
+      const double allowed = static_cast<double>(k + 2) * (magnitude + 3.0) *
+                             std::numeric_limits<float>::epsilon() / 2;
+      SCOPED_TRACE(::testing::Message() << m << " x " << n << " x " << k << " at " << at);
+      ASSERT_NEAR(static_cast<double>(to_float(rounded[at])), sum, allowed + std::abs(sum) / 256);
+      ASSERT_NEAR(static_cast<double>(forward[at]), sum, allowed);
+      ASSERT_NEAR(static_cast<double>(input[at]), sum, allowed);
+      ASSERT_NEAR(static_cast<double>(added[at]), sum + 3.0, allowed);
+      ASSERT_NEAR(static_cast<double>(weight[at]), sum, allowed);
     }
   }
 }

@@ -185,9 +185,10 @@ std::vector<T> values_of(const char* name, std::int64_t count) {
   return result;
 }
 
+// Filled with NaN.
 struct FactorRoom {
   FactorRoom(std::int64_t extent, std::int64_t inner)
-      : bytes(static_cast<std::size_t>(factor_bytes(extent, inner)) + 64) {}
+      : bytes(static_cast<std::size_t>(factor_bytes(extent, inner)) + 64, std::byte{0xFF}) {}
   std::byte* data() {
     auto address = reinterpret_cast<std::uintptr_t>(bytes.data());
     return bytes.data() + (64 - address % 64) % 64;
