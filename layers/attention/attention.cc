@@ -244,7 +244,8 @@ std::int64_t of_map(const AttentionShape& shape, std::int64_t owner, std::size_t
 // where factors are packed, no more than the first cache holds.
 std::int64_t rows_at_once(DType dtype) { return packs_factors(dtype) ? kFactorGroup : kTile; }
 
-// A thread's own arrays, cut from its room one behind the other.
+// A thread's own arrays, cut from its room one behind the other, each at a multiple of 64 bytes if
+// the room is.
 class Room {
  public:
   explicit Room(std::byte* start) : start_(start) {}
@@ -327,6 +328,7 @@ Room own_room(const View& tile_room, const Worker& worker) {
 }  // namespace
 
 Shape AttentionShape::tile_room() const {
+  TESSERA_CHECK(maps <= kMaxAttentionMaps);
   const Room nowhere(nullptr);
   return {batch.threads,
           std::max(ForwardRoom(*this, nowhere).used, BackwardRoom(*this, nowhere).used) / 4};
@@ -341,7 +343,6 @@ void attention_forward(Queue& queue, const AttentionShape& shape, const View& se
   const std::int64_t width = shape.value_width;
   const auto maps = static_cast<std::size_t>(shape.maps);
   TESSERA_CHECK(queue.threads() <= shape.batch.threads && tile_room.shape() == shape.tile_room());
-  TESSERA_CHECK(shape.maps <= kMaxAttentionMaps);
   const DType dtype = q.dtype();
   const std::int64_t rows = rows_at_once(dtype);
   const Elements result = elements(out);
@@ -424,7 +425,7 @@ void attention_backward(Queue& queue, const AttentionShape& shape, const View& s
   const auto maps = static_cast<std::size_t>(shape.maps);
   const std::int64_t width = shape.value_width;
   TESSERA_CHECK(queue.threads() <= shape.batch.threads && tile_room.shape() == shape.tile_room());
-  TESSERA_CHECK(maps == weights.size() && shape.maps <= kMaxAttentionMaps);
+  TESSERA_CHECK(maps == weights.size());
   TESSERA_CHECK(d_out.dtype() == q.dtype() && d_out_by_head.dtype() == q.dtype());
   const DType dtype = q.dtype();
   const std::int64_t rows = rows_at_once(dtype);

@@ -48,7 +48,7 @@ struct AttentionShape {
   Shape d_keys() const { return {batch.batch, heads * maps, padded_keys(), key_width}; }
   Shape d_values() const { return {batch.batch, heads, padded_keys(), value_width}; }
   Shape d_out_by_head() const { return {batch.batch, heads, padded(), value_width}; }
-  // Each thread's own tiles, the scratch of both passes.
+  // Each thread's own tiles, the scratch of both passes; at a multiple of 64 bytes.
   Shape tile_room() const;
 };
 

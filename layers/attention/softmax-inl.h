@@ -1,6 +1,7 @@
-// Rows of a tile of scores, for every attention that keeps an online softmax: a row's visible
-// columns are a run [begin, end). Included once for every instruction set (Highway's
-// foreach_target).
+// Which lanes of a row of scores are visible, for every attention: a row's visible columns are a
+// run [begin, end). And such rows one at a time, for attention whose tiles are small
+// (layers/mixers/nsa; tiles of 128 columns go through attention.cc). Included once for every
+// instruction set (Highway's foreach_target).
 #if defined(TESSERA_LAYERS_ATTENTION_SOFTMAX_INL_H_) == defined(HWY_TARGET_TOGGLE)
 #ifdef TESSERA_LAYERS_ATTENTION_SOFTMAX_INL_H_
 #undef TESSERA_LAYERS_ATTENTION_SOFTMAX_INL_H_

@@ -5,7 +5,9 @@
 #include <set>
 #include <span>
 
+#include "layers/kernels/elementwise.h"
 #include "layers/rope/rope.h"
+#include "runtime/products.h"
 #include "tests/layers/testing.h"
 #include "tests/reference/attention.h"
 
@@ -34,9 +36,17 @@ std::ostream& operator<<(std::ostream& out, const Case& c) {
 
 constexpr std::array kWeights = {1.0F, -0.6F};  // of the maps
 
+constexpr std::array kTypes = {DType::kF32, DType::kBF16};
+
+std::vector<float> floats_of(const View& view) {
+  const reference::Array all = to_double(view);
+  return {all.begin(), all.end()};
+}
+
 // Attention alone: operands by row, as projections give them, and by head, as it takes them.
 struct AttentionRun {
-  explicit AttentionRun(const Case& c, int threads = 1, double deviation = 1.0)
+  explicit AttentionRun(const Case& c, int threads = 1, double deviation = 1.0,
+                        DType dtype = DType::kF32)
       : given(c),
         shape{{c.batch, c.length, threads},
               c.heads,
@@ -48,21 +58,21 @@ struct AttentionRun {
         key_batch{c.batch, shape.visibility.keys(c.length), threads},
         inputs(c.batch, c.length, threads, c.starts),
         queue(threads),
-        rows({{"q", DType::kF32, {shape.batch.rows(), c.heads * c.maps * c.width}},
-              {"k", DType::kF32, {key_batch.rows(), c.key_value_heads * c.maps * c.width}},
-              {"v", DType::kF32, {key_batch.rows(), c.key_value_heads * c.value_width}},
-              {"out", DType::kF32, shape.out()},
-              {"d_out", DType::kF32, shape.d_out()},
+        rows({{"q", dtype, {shape.batch.rows(), c.heads * c.maps * c.width}},
+              {"k", dtype, {key_batch.rows(), c.key_value_heads * c.maps * c.width}},
+              {"v", dtype, {key_batch.rows(), c.key_value_heads * c.value_width}},
+              {"out", dtype, shape.out()},
+              {"d_out", dtype, shape.d_out()},
               {"d_q", DType::kF32, {shape.batch.rows(), c.heads * c.maps * c.width}},
               {"d_k", DType::kF32, {key_batch.rows(), c.key_value_heads * c.maps * c.width}},
               {"d_v", DType::kF32, {key_batch.rows(), c.key_value_heads * c.value_width}}}),
-        by_head({{"q", DType::kF32, shape.queries()},
-                 {"k", DType::kF32, shape.keys()},
-                 {"v", DType::kF32, shape.values()},
+        by_head({{"q", dtype, shape.queries()},
+                 {"k", dtype, shape.keys()},
+                 {"v", dtype, shape.values()},
                  {"d_q", DType::kF32, shape.queries()},
                  {"d_k", DType::kF32, shape.d_keys()},
                  {"d_v", DType::kF32, shape.d_values()},
-                 {"d_out", DType::kF32, shape.d_out_by_head()},
+                 {"d_out", dtype, shape.d_out_by_head()},
                  {"lse", DType::kF32, shape.rows()},
                  {"delta", DType::kF32, shape.rows()},
                  {"tiles", DType::kF32, shape.tile_room()}}) {
@@ -95,7 +105,7 @@ struct AttentionRun {
   std::vector<float> results() const {
     std::vector<float> all;
     for (const std::size_t i : {3, 5, 6, 7}) {
-      const std::vector<float> more = values(rows[i]);
+      const std::vector<float> more = floats_of(rows[i]);
       all.insert(all.end(), more.begin(), more.end());
     }
     return all;
@@ -129,6 +139,10 @@ void expect_reference(AttentionRun& run, std::int64_t scores_magnitude = 1) {
   // and the width, a key over the queries of its group.
   const std::int64_t length =
       (run.shape.batch.length * run.shape.group() + width) * scores_magnitude * scores_magnitude;
+  // In bf16 the roundings of probabilities, of out and of the gradients of scores count alone.
+  const bool halved = run.rows[0].dtype() == DType::kBF16;
+  const double epsilon = halved ? kHalfEpsilon : kEpsilon;
+  const std::int64_t roundings = halved ? 3 : length;
   // The gradient of a score is a difference, which cancels altogether where one key is all that is
   // seen; its terms are as large as the products of d_out and v.
   const double d_score = largest(d_out) * largest(v) * run.scale();
@@ -149,14 +163,23 @@ void expect_reference(AttentionRun& run, std::int64_t scores_magnitude = 1) {
     for (double& value : d_map) value *= kWeights[static_cast<std::size_t>(map)];
     attention.backward(q_m, k_m, v, d_map, d_q, d_k, d_v);
     expect_close("out", found(run.rows[3], run.shape.value_width).data(),
-                 attention.forward(q_m, k_m, v), length);
-    expect_close("d_q", found(run.rows[5], width).data(), d_q, length, d_score * largest(k));
-    expect_close("d_k", found(run.rows[6], width).data(), d_k, length, d_score * largest(q));
+                 attention.forward(q_m, k_m, v), roundings, 0.0, epsilon);
+    expect_close("d_q", found(run.rows[5], width).data(), d_q, roundings, d_score * largest(k),
+                 epsilon);
+    expect_close("d_k", found(run.rows[6], width).data(), d_k, roundings, d_score * largest(q),
+                 epsilon);
   }
-  expect_close("d_v", run.rows[7], d_v, length);
+  expect_close("d_v", run.rows[7], d_v, roundings, 0.0, epsilon);
 }
 
-TEST(Attention, AgreesWithFloat64) {
+class Attention : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    ASSERT_TRUE(has_products(DType::kBF16)) << "this CPU has no AVX-512: bf16 can't be tested here";
+  }
+};
+
+TEST_F(Attention, AgreesWithFloat64) {
   const std::vector<Case> cases = {
       {1, 1, 1, 1, 2, kAll},
       {1, 2, 2, 1, 4, kAll},
@@ -183,6 +206,10 @@ TEST(Attention, AgreesWithFloat64) {
       {1, 1, 1, 1, 2, kAll, {0}, 4, 2},
       {2, 131, 4, 2, 4, kAll, {0, 50}, 8, 2},
       {1, 260, 6, 2, 3, 65, {0, 128, 140}, 7, 2},
+      // Widths of more than one group, with and without a rest, and whole tiles.
+      {1, 256, 2, 1, 64, kAll, {0, 200}, 32, 2},
+      {2, 259, 2, 1, 40, 90, {0, 127, 250}, 72, 2},
+      {1, 270, 2, 2, 33, kAll, {0, 128, 129}, 65, 2, 4, 2},
       // Blocks: none at all, one, a document's start within blocks and at their edges, many tiles.
       {2, 31, 4, 2, 6, kAll, {0}, 6, 1, 32, 16},
       {1, 32, 2, 1, 6, kAll, {0}, 6, 1, 32, 16},
@@ -194,77 +221,90 @@ TEST(Attention, AgreesWithFloat64) {
       {1, 200, 2, 1, 4, kAll, {0}, 4, 1, 128, 64},  // the last position of a tile sees the first
   };
   for (const Case& c : cases) {
-    SCOPED_TRACE(::testing::Message() << c);
-    AttentionRun run(c, 2);
-    expect_reference(run);
+    for (const DType dtype : kTypes) {
+      SCOPED_TRACE(::testing::Message() << c << ", type " << static_cast<int>(dtype));
+      AttentionRun run(c, 2, 1.0, dtype);
+      expect_reference(run);
+    }
   }
 }
 
 // Scores up to about 30 * 30: probabilities that underflow, and rows that one key takes whole.
-TEST(Attention, LargeScoresAgreeWithFloat64) {
+TEST_F(Attention, LargeScoresAgreeWithFloat64) {
   AttentionRun run({1, 97, 2, 1, 8, kAll}, 1, 8.0);
   expect_reference(run, 256);
 }
 
-TEST(Attention, HugeScoresStayFinite) {
-  AttentionRun run({1, 97, 2, 1, 8, kAll}, 1, 1e6);
-  run.forward();
-  run.backward();
-  for (const float value : run.results()) ASSERT_TRUE(std::isfinite(value));
-}
-
-TEST(Attention, APositionThatSeesNothingGivesZeroAndGetsNoGradient) {
-  AttentionRun run({1, 140, 2, 1, 8, 5}, 1);
-  // Positions 70..79 and those at the end see nothing: their documents begin behind them.
-  for (std::size_t i = 70; i < 140; ++i) run.inputs.segments[i] = i < 120 ? 80 : 1000;
-  expect_reference(run);
-  for (const std::int64_t i : {70, 79, 120, 139}) {
-    for (std::int64_t c = 0; c < 16; ++c) {
-      EXPECT_EQ(run.rows[3].as<float>()[i * 16 + c], 0.0F);
-      EXPECT_EQ(run.rows[5].as<float>()[i * 16 + c], 0.0F);
+TEST_F(Attention, HugeScoresStayFinite) {
+  for (const DType dtype : kTypes) {
+    for (const std::int64_t width : {8, 40, 128}) {
+      AttentionRun run({1, 397, 2, 1, width, kAll}, 1, 1e6, dtype);
+      run.forward();
+      run.backward();
+      for (const float value : run.results()) ASSERT_TRUE(std::isfinite(value)) << width;
     }
   }
-  for (std::int64_t c = 0; c < 8; ++c)
-    EXPECT_EQ(run.rows[6].as<float>()[std::int64_t{139} * 8 + c], 0.0F);
 }
 
-TEST(Attention, SameBitsForEveryNumberOfThreads) {
+TEST_F(Attention, APositionThatSeesNothingGivesZeroAndGetsNoGradient) {
+  for (const DType dtype : kTypes) {
+    AttentionRun run({1, 140, 2, 1, 8, 5}, 1, 1.0, dtype);
+    // Positions 70..79 and those at the end see nothing: their documents begin behind them.
+    for (std::size_t i = 70; i < 140; ++i) run.inputs.segments[i] = i < 120 ? 80 : 1000;
+    expect_reference(run);
+    const std::vector<float> out = floats_of(run.rows[3]);
+    for (const std::int64_t i : {70, 79, 120, 139}) {
+      for (std::int64_t c = 0; c < 16; ++c) {
+        EXPECT_EQ(out[static_cast<std::size_t>(i * 16 + c)], 0.0F);
+        EXPECT_EQ(run.rows[5].as<float>()[i * 16 + c], 0.0F);
+      }
+    }
+    for (std::int64_t c = 0; c < 8; ++c)
+      EXPECT_EQ(run.rows[6].as<float>()[std::int64_t{139} * 8 + c], 0.0F);
+  }
+}
+
+TEST_F(Attention, SameBitsForEveryNumberOfThreads) {
   for (const Case& c :
        {Case{2, 211, 4, 2, 16, kAll, {0, 90, 150}}, Case{2, 211, 4, 2, 16, 70, {0, 90, 150}},
         Case{2, 211, 4, 2, 8, kAll, {0, 90, 150}, 16, 2},
         Case{2, 300, 4, 2, 16, kAll, {0, 90, 150}, 16, 1, 4, 2}}) {
-    AttentionRun one(c, 1);
-    one.forward();
-    one.backward();
-    for (const int threads : {2, 3}) {
-      AttentionRun more(c, threads);
-      more.forward();
-      more.backward();
-      EXPECT_TRUE(same_bits(one.results(), more.results())) << threads << " threads";
+    for (const DType dtype : kTypes) {
+      AttentionRun one(c, 1, 1.0, dtype);
+      one.forward();
+      one.backward();
+      for (const int threads : {2, 3}) {
+        AttentionRun more(c, threads, 1.0, dtype);
+        more.forward();
+        more.backward();
+        EXPECT_TRUE(same_bits(one.results(), more.results())) << threads << " threads";
+      }
     }
   }
 }
 
-TEST(Attention, ARowsBitsDontDependOnTheLength) {
+TEST_F(Attention, ARowsBitsDontDependOnTheLength) {
   for (const Case& c :
        {Case{1, 300, 2, 1, 24, kAll}, Case{1, 300, 2, 1, 24, 50},
         Case{1, 300, 2, 1, 12, kAll, {0}, 24, 2}, Case{1, 300, 2, 1, 24, kAll, {0}, 24, 1, 4, 2}}) {
-    const auto run_of = [&](std::int64_t length) {
-      Case of = c;
-      of.length = length;
-      AttentionRun run(of);
-      run.forward();
-      return values(run.rows[3]);
-    };
-    const std::vector<float> longest = run_of(300);
-    for (const std::int64_t length : {1, 17, 63, 64, 65, 128, 200, 299}) {
-      const std::vector<float> some = run_of(length);
-      EXPECT_TRUE(same_bits(some.data(), longest.data(), length * 48 * c.maps)) << length;
+    for (const DType dtype : kTypes) {
+      const auto run_of = [&](std::int64_t length) {
+        Case of = c;
+        of.length = length;
+        AttentionRun run(of, 1, 1.0, dtype);
+        run.forward();
+        return floats_of(run.rows[3]);
+      };
+      const std::vector<float> longest = run_of(300);
+      for (const std::int64_t length : {1, 17, 63, 64, 65, 128, 200, 299}) {
+        const std::vector<float> some = run_of(length);
+        EXPECT_TRUE(same_bits(some.data(), longest.data(), length * 48 * c.maps)) << length;
+      }
     }
   }
 }
 
-TEST(Attention, AWindowNoShorterThanTheSequenceIsNone) {
+TEST_F(Attention, AWindowNoShorterThanTheSequenceIsNone) {
   AttentionRun all({1, 150, 2, 1, 8, kAll}), wide({1, 150, 2, 1, 8, 150});
   for (AttentionRun* run : {&all, &wide}) {
     run->forward();
@@ -275,28 +315,34 @@ TEST(Attention, AWindowNoShorterThanTheSequenceIsNone) {
 
 // Tiles that a document's start hides are skipped: the document has the very bits that it has
 // alone.
-TEST(Attention, ADocumentInAPackHasTheBitsItHasAlone) {
-  for (const std::int64_t window : {kAll, std::int64_t{40}}) {
-    AttentionRun pack({1, 128 + 90, 2, 1, 8, window, {0, 128}});
-    AttentionRun alone({1, 90, 2, 1, 8, window});
-    for (std::size_t i = 0; i < 5; ++i) {
-      const std::int64_t width = pack.rows[i].extent(1);
-      std::copy_n(pack.rows[i].as<float>() + 128 * width, 90 * width, alone.rows[i].as<float>());
-    }
-    for (AttentionRun* run : {&pack, &alone}) {
-      run->forward();
-      run->backward();
-    }
-    for (const std::size_t i : {3, 5, 6, 7}) {
-      const std::int64_t width = pack.rows[i].extent(1);
-      EXPECT_TRUE(
-          same_bits(pack.rows[i].as<float>() + 128 * width, alone.rows[i].as<float>(), 90 * width))
-          << i;
+TEST_F(Attention, ADocumentInAPackHasTheBitsItHasAlone) {
+  for (const DType dtype : kTypes) {
+    for (const std::int64_t window : {kAll, std::int64_t{40}}) {
+      AttentionRun pack({1, 128 + 90, 2, 1, 8, window, {0, 128}}, 1, 1.0, dtype);
+      AttentionRun alone({1, 90, 2, 1, 8, window}, 1, 1.0, dtype);
+      // The document's rows of an array of the pack.
+      const auto rows_of = [&](std::size_t i) {
+        const Elements all = elements(pack.rows[i]);
+        return (all + 128 * pack.rows[i].extent(1)).data;
+      };
+      for (std::size_t i = 0; i < 5; ++i) {
+        std::copy_n(rows_of(i), alone.rows[i].bytes(), alone.rows[i].raw());
+      }
+      for (AttentionRun* run : {&pack, &alone}) {
+        run->forward();
+        run->backward();
+      }
+      for (const std::size_t i : {3, 5, 6, 7}) {
+        const View& expected = alone.rows[i];
+        EXPECT_EQ(
+            std::memcmp(rows_of(i), expected.raw(), static_cast<std::size_t>(expected.bytes())), 0)
+            << i;
+      }
     }
   }
 }
 
-TEST(Attention, MemoryGrowsWithTheLengthNotItsSquare) {
+TEST_F(Attention, MemoryGrowsWithTheLengthNotItsSquare) {
   AttentionShape shape = {{1, 4096, 2}, 4, 2, 64, 64};
   const std::int64_t room = shape.tile_room().count();
   shape.batch.length = 65536;
