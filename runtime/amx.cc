@@ -21,13 +21,13 @@ namespace tessera {
 // cache; a step's sums start from the last one's, so that the steps don't show in the result.
 namespace {
 
-constexpr std::int64_t kSliver = 32;  // columns
-constexpr std::int64_t kHalf = 16;    // rows of a tile
-constexpr std::int64_t kChunk = 32;   // terms of one tile operation
-constexpr std::int64_t kLine = 64;    // bytes of a tile's row
-constexpr std::int64_t kTile = 1024;  // bytes
-constexpr std::int64_t kFirstCache = 65536;
-constexpr std::int64_t kPanel = 512;  // columns whose sums stay in the second cache over the steps
+constexpr std::int64_t kSliver = 32;   // columns
+constexpr std::int64_t kHalf = 16;     // rows of a tile
+constexpr std::int64_t kChunk = 32;    // terms of one tile operation
+constexpr std::int64_t kLine = 64;     // bytes of a tile's row
+constexpr std::int64_t kTile = 1024;   // bytes
+constexpr std::int64_t kNear = 65536;  // bytes of a result that needn't be fetched ahead
+constexpr std::int64_t kPanel = 512;   // columns whose sums stay in the second cache over the steps
 
 std::int64_t rounded_up(std::int64_t value, std::int64_t to) { return (value + to - 1) / to * to; }
 
@@ -338,7 +338,7 @@ void amx_multiply(std::int64_t rows, std::int64_t columns, std::int64_t inner, A
                   AmxPacked b, AmxResult c, bool accumulate, std::byte* room) {
   const bool in_f32 = c.dtype == DType::kF32;
   // A result that is larger than the first cache is fetched ahead.
-  const bool far = rows * columns * 4 > kFirstCache;
+  const bool far = rows * columns * 4 > kNear;
   TESSERA_CHECK(in_f32 || !accumulate);
   const std::int64_t a_group = amx_packed_bytes(kAmxGroup, a.inner);
   const std::int64_t b_sliver = amx_packed_bytes(kSliver, b.inner);
