@@ -1,5 +1,7 @@
 #include "launch/audit_command.h"
 
+#include <unistd.h>
+
 #include <algorithm>
 #include <cstdio>
 #include <filesystem>
@@ -12,6 +14,8 @@
 #include "launch/audit.h"
 #include "launch/audit_certificate.h"
 #include "launch/config.h"
+#include "launch/numbers.h"
+#include "launch/plan.h"
 #include "launch/together.h"
 #include "parallel/checkpoint.h"
 #include "runtime/error.h"
@@ -138,29 +142,52 @@ void print(const AuditedModel& model, const AuditResult& result, const std::stri
               verdict_line(result).c_str());
 }
 
+// The layer that is at work, on one line of a terminal; nothing where there is none.
+class Progress {
+ public:
+  explicit Progress(bool speaks) : speaks_(speaks && isatty(STDERR_FILENO) != 0) {}
+  ~Progress() {
+    if (speaks_) std::fprintf(stderr, "\r            \r");
+  }
+  Progress(const Progress&) = delete;
+  Progress& operator=(const Progress&) = delete;
+  void show(std::int64_t layer) const {
+    if (!speaks_) return;
+    std::fprintf(stderr, "\rlayer %lld", static_cast<long long>(layer));
+    std::fflush(stderr);
+  }
+
+ private:
+  bool speaks_;
+};
+
+AuditResult audit_visibly(const AuditSubject& subject, const AuditOptions& options, bool speaks,
+                          Device& device, Communicator& communicator) {
+  const Progress progress(speaks);
+  return audit(subject, options, device, communicator,
+               [&](std::int64_t layer) { progress.show(layer); });
+}
+
 int audit_command(AuditArguments arguments, Communicator& communicator) {
   AuditedModel model;
   const Config config = read_config(arguments, model, communicator);
   Device device(static_cast<int>(config.execution().threads()),
-                config.execution().memory_limit_bytes());
+                config.execution().memory_limit_bytes(), kLibraryBytes);
   AuditSubject subject = initialised_subject(config.model(), config.train().seed(), device);
   Communicator alone(MPI_COMM_SELF);
   if (!arguments.checkpoint.empty()) read_parameters(subject, arguments.checkpoint, alone);
   ModelConfig counted = config.model();
   counted.set_length(1);
   model.parameters = Stack(counted).parameter_count();
+  together(communicator, "make folder", [&] {
+    if (communicator.rank() == 0) make_folders(arguments.out);  // before the work
+  });
   const bool speaks = communicator.rank() == 0 && !arguments.json;
   const AuditResult result =
-      audit(subject, arguments.options, device, communicator, [&](std::int64_t layer) {
-        if (!speaks) return;
-        std::fprintf(stderr, "\rlayer %lld", static_cast<long long>(layer));
-        std::fflush(stderr);
-      });
-  if (speaks) std::fprintf(stderr, "\r            \r");
+      audit_visibly(subject, arguments.options, speaks, device, communicator);
   together(communicator, "write certificate", [&] {
     if (communicator.rank() != 0) return;
     const nlohmann::ordered_json json = certificate_json(model, result);
-    make_folders(arguments.out);
     publish_file(arguments.out + "/audit.json", json.dump(2) + "\n");
     publish_file(arguments.out + "/audit.md", certificate_page(model, result));
     if (arguments.json) {
@@ -211,7 +238,7 @@ void add_audit_command(CLI::App& app, int& exit_code) {
                    "Positions; default: by the rule from the layers' windows, chunks and blocks")
       ->check(CLI::Range(2, 1 << 24));
   command->add_option("--seed", arguments->options.seed, "Of tokens and positions")
-      ->check(CLI::NonNegativeNumber)
+      ->check(whole_number())
       ->capture_default_str();
   command->add_option("--out", arguments->out,
                       "Folder for audit.json and audit.md; default: audit in the run's folder");

@@ -4,6 +4,7 @@
 #include <CLI/CLI.hpp>
 #include <cstdio>
 #include <cstring>
+#include <new>
 #include <string>
 #include <vector>
 
@@ -58,6 +59,9 @@ int main(int argc, char** argv) {
   } catch (const tessera::Error& error) {
     std::fprintf(stderr, "tessera: %s\n", error.what());
     return static_cast<int>(error.code());
+  } catch (const std::bad_alloc&) {
+    std::fprintf(stderr, "tessera: out of memory\n");
+    return static_cast<int>(tessera::ExitCode::kUsage);
   } catch (const std::exception& error) {
     std::fprintf(stderr, "tessera: internal error: %s\n", error.what());
     return static_cast<int>(tessera::ExitCode::kInternal);

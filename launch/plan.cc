@@ -14,10 +14,6 @@ std::int64_t count(const std::vector<ParameterSpec>& parameters) {
   return sum;
 }
 
-// What the program and its libraries (MPI, HDF5, protobuf, oneDNN with its packed operands) hold
-// besides the plan, as measured: docs/benchmarks.md.
-constexpr std::int64_t kLibraryBytes = std::int64_t{100} << 20;
-
 }  // namespace
 
 RunSummary summarise(const Stack& stack, const Config& config, std::int64_t sequence_length,

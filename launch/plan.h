@@ -11,6 +11,10 @@
 
 namespace tessera {
 
+// What the program and its libraries (MPI, HDF5, protobuf, oneDNN with its packed operands) hold
+// besides the plan, as measured: docs/benchmarks.md.
+constexpr std::int64_t kLibraryBytes = std::int64_t{100} << 20;
+
 struct LayerSummary {
   std::string mixer;
   std::int64_t mixer_parameters = 0;

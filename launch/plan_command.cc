@@ -11,6 +11,7 @@
 
 #include "data/recipe.h"
 #include "launch/match.h"
+#include "launch/numbers.h"
 #include "launch/plan.h"
 #include "launch/trainer.h"
 #include "layers/mixers/mixers.h"
@@ -188,11 +189,11 @@ void add_plan_command(CLI::App& app) {
   command
       ->add_option("--memory", arguments->memory,
                    "Bytes a rank may use; a config that needs more is refused")
-      ->check(CLI::NonNegativeNumber);
+      ->check(whole_number());
   command
       ->add_option("--match", arguments->match,
                    "Print the feed-forward widths that make so many parameters, and nothing else")
-      ->check(CLI::PositiveNumber);
+      ->check(whole_number(1));
   command->add_flag("--json", arguments->json, "One JSON object instead of tables");
   command->callback([arguments] { plan(*arguments); });
 }

@@ -63,13 +63,7 @@ class Isolated {
            Device& device)
       : layer_(layer),
         queue_(device.queue()),
-        before_(forget_largest_memory() ? process_memory("VmRSS") : -1),
-        segments_(static_cast<std::size_t>(shape.rows()), 0),
-        tokens_(segments_.size(), 0),
-        labels_(segments_.size(), kNoLabel),
-        batch_{shape, View(tokens_.data(), {shape.batch, shape.length}),
-               View(labels_.data(), {shape.batch, shape.length}),
-               View(segments_.data(), {shape.batch, shape.length})} {
+        before_(forget_largest_memory() ? process_memory("VmRSS") : -1) {
     const std::vector<ParameterSpec> specs = layer.parameters();
     std::vector<BufferSpec> parameters, gradients;
     for (const ParameterSpec& spec : specs) {
@@ -89,6 +83,13 @@ class Isolated {
     for (const Layout& layout : layouts) memory.book("layer", "", layout.bytes());
     booked_ = memory.bytes();
     arena_ = std::make_unique<Arena>(device, memory);
+    // Only now, when it is known that there is room for so many tokens.
+    segments_.assign(static_cast<std::size_t>(shape.rows()), 0);
+    tokens_.assign(segments_.size(), 0);
+    labels_.assign(segments_.size(), kNoLabel);
+    const Shape places = {shape.batch, shape.length};
+    batch_ = {shape, View(tokens_.data(), places), View(labels_.data(), places),
+              View(segments_.data(), places)};
     std::size_t booking = 0;
     for (std::vector<View>* const views : {&parameters_, &ends_, &saved_, &scratch_, &gradients_}) {
       *views = layouts[booking].views(arena_->at(booking));

@@ -7,6 +7,7 @@
 
 #include "data/publish.h"
 #include "launch/config.h"
+#include "launch/plan.h"
 #include "launch/profile.h"
 #include "launch/trainer.h"
 #include "layers/configuration.h"
@@ -67,7 +68,7 @@ void run_profile(ProfileArguments arguments) {
   }
   make_folders(arguments.out);  // before the work: it may be impossible
   Device device(static_cast<int>(config.execution().threads()),
-                config.execution().memory_limit_bytes());
+                config.execution().memory_limit_bytes(), kLibraryBytes);
   const std::vector<ProfileLine> lines =
       profile(config.model(), compute, options, device, [&](const ProfileLine& line) {
         if (arguments.json) return;

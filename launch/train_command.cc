@@ -236,7 +236,7 @@ void train(const TrainArguments& arguments, Communicator& communicator, Activity
         std::chrono::seconds(config.execution().watchdog_seconds()));
   });
   Device device(static_cast<int>(config.execution().threads()),
-                config.execution().memory_limit_bytes());
+                config.execution().memory_limit_bytes(), kLibraryBytes);
   if (communicator.rank() == 0) {
     const std::int64_t step_tokens = config.train().global_batch() * stream->sequence_length();
     std::printf("%s parameters on %d rank%s, %s each; %s steps of %s tokens; run in %s\n",

@@ -179,8 +179,8 @@ Event Queue::record() { return {sequence_}; }
 void Queue::wait(Event event) { TESSERA_CHECK(event.sequence <= sequence_); }
 void Queue::synchronize() {}
 
-Device::Device(int threads, std::int64_t memory_limit)
-    : queue_(threads), memory_limit_(memory_limit) {}
+Device::Device(int threads, std::int64_t memory_limit, std::int64_t held)
+    : queue_(threads), memory_limit_(memory_limit), held_(held) {}
 
 std::byte* map_memory(std::int64_t bytes) {
   const auto size = static_cast<std::size_t>(std::max<std::int64_t>(bytes, 1));
@@ -198,13 +198,13 @@ void unmap_memory(std::byte* memory, std::int64_t bytes) {
 }
 
 std::byte* Device::allocate(std::int64_t bytes) {
-  if (memory_limit_ > 0 && bytes > memory_limit_ - allocated_) {
-    throw Error(ExitCode::kUsage,
-                "execution.memory_limit_bytes: " + std::to_string(allocated_ + bytes) +
-                    " bytes are needed, the limit is " + std::to_string(memory_limit_));
+  if (memory_limit_ > 0 && bytes > memory_limit_ - held_) {
+    throw Error(ExitCode::kUsage, "execution.memory_limit_bytes: " + std::to_string(held_ + bytes) +
+                                      " bytes are needed, the limit is " +
+                                      std::to_string(memory_limit_));
   }
   std::byte* const memory = map_memory(bytes);
-  allocated_ += bytes;
+  held_ += bytes;
   // Touched here, in pieces shared over the threads, so that no step pays for it.
   queue_.fill_zero(View(DType::kF32, {bytes / 4}, memory));
   return memory;
@@ -212,7 +212,7 @@ std::byte* Device::allocate(std::int64_t bytes) {
 
 void Device::release(std::byte* memory, std::int64_t bytes) {
   unmap_memory(memory, bytes);
-  allocated_ -= bytes;
+  held_ -= bytes;
 }
 
 std::string Device::description() const {

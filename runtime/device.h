@@ -118,9 +118,9 @@ class Queue {
 
 class Device {
  public:
-  // threads >= 1; the calling thread is one of them. memory_limit: bytes that may be allocated at
-  // one time, 0 for as many as there are.
-  explicit Device(int threads, std::int64_t memory_limit = 0);
+  // threads >= 1; the calling thread is one of them. memory_limit: bytes that may be held at one
+  // time, `held` of them by others already; 0 for as many as there are.
+  explicit Device(int threads, std::int64_t memory_limit = 0, std::int64_t held = 0);
   Queue& queue() { return queue_; }
   // Zeroed memory that has been touched; on the CPU in huge pages where the system grants them.
   // Throws kUsage, naming the amount, when there isn't that much or the limit is passed.
@@ -131,7 +131,7 @@ class Device {
  private:
   Queue queue_;
   std::int64_t memory_limit_;
-  std::int64_t allocated_ = 0;
+  std::int64_t held_;
 };
 
 // Zeroed memory of the process, not yet touched, in huge pages where the system grants them. Throws

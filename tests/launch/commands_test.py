@@ -73,8 +73,12 @@ def test_what_cant_be_audited_is_refused():
     assert "--config or --checkpoint" in done.stderr, done.stderr
     done = audit("--config", config, "--length", "17", ranks=2, expect=2)
     assert done.stderr.count("tessera: ") == 1, done.stderr
-    done = audit("--config", config, "--seed", "-1", expect=2)
-    assert "--seed" in done.stderr, done.stderr
+    for seed in ("-1", "18446744073709551616", "1.5", "x"):
+        done = audit("--config", config, "--seed", seed, expect=2)
+        assert "--seed: must be a whole number" in done.stderr and seed in done.stderr, done.stderr
+        assert done.stderr.count("\n") == 1, done.stderr
+    done = audit("--config", config, "--out", "/proc/nowhere", expect=4)
+    assert done.stderr.startswith("tessera: /proc/nowhere: "), done.stderr
     limit = "execution.memory_limit_bytes"
     for ranks in (0, 2):
         done = audit("--config", config, "--set", f"{limit}=100000", ranks=ranks, expect=2)
@@ -98,6 +102,9 @@ def test_plan_matches_parameters():
         sets += ["--set", line]
     plan = json.loads(run([harness.TESSERA, "plan", "--config", config, "--json", *sets]).stdout)
     assert abs(plan["total_parameters"] - 90000) <= 60, (text, plan["total_parameters"])
+    for text in ("0", "-1", "99999999999999999999"):
+        done = run([harness.TESSERA, "plan", "--config", config, "--match", text], expect=2)
+        assert "--match: " in done.stderr and len(done.stderr) < 200, done.stderr
     done = run([harness.TESSERA, "plan", "--config", config, "--match", "5"], expect=2)
     assert done.stderr.startswith("tessera: --match: "), done.stderr
     table = run([harness.TESSERA, "plan", "--config", config]).stdout
@@ -122,6 +129,10 @@ def test_profile_writes_what_it_prints():
     assert "--mixers: hyena" in done.stderr, done.stderr
     done = run([*command, "--set", "execution.memory_limit_bytes=100000"], expect=2)
     assert "execution.memory_limit_bytes: " in done.stderr, done.stderr
+    most = command.copy()
+    most[most.index("128,64")] = "16777216"
+    done = run([*most, "--sequences", "1048576"], expect=2)
+    assert "out of memory" in done.stderr and done.stderr.count("tessera: ") == 1, done.stderr
 
 
 if __name__ == "__main__":

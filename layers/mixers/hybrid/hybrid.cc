@@ -92,7 +92,7 @@ Hybrid::Hybrid(Part first, Part second, std::int64_t heads, const MixerContext& 
       parameters_of_first_(first_.mechanism->parameters().size()),
       saved_of_first_(first_.mechanism->saved({1, 1, 1}).size()) {
   TESSERA_CHECK(first_.mechanism->out_width() == second_.mechanism->out_width());
-  TESSERA_CHECK(out_width() % heads_ == 0);
+  TESSERA_CHECK(first_.mechanism->out_width() % heads_ == 0);
 }
 
 std::vector<ParameterSpec> Hybrid::parameters() const {
