@@ -468,8 +468,10 @@ TEST(Scan, B36_MemoryAndWorkGrowWithTheLength) {
 
 // softplus and its slope for every kind of argument, relative to the value itself.
 TEST(Steps, AgreeWithFloat64) {
+  constexpr int kSteps = 13577;
   std::vector<float> raw;
-  for (int i = 0; i < 13577; ++i) raw.push_back(static_cast<float>(-86.0 + 0.0137 * i));
+  raw.reserve(kSteps + 16);
+  for (int i = 0; i < kSteps; ++i) raw.push_back(static_cast<float>(-86.0 + 0.0137 * i));
   for (const double x : {1e-30, -1e-30, 1e-7, -1e-7, 1e4, 1e30}) {
     raw.push_back(static_cast<float>(x));
   }
