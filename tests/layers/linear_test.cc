@@ -68,7 +68,7 @@ TEST(Linear, ManyHeadsAgreeWithFloat64) {
                                              s.key_heads, s.head_width, batch.segments};
   const std::vector<reference::Array> p = to_double(run.parameters);
   const reference::Array x = to_double(run.in()), d_out = to_double(run.d_out());
-  const std::int64_t length = 2 * s.width + 2 * s.heads * s.head_width + 2 * 17;
+  const std::int64_t length = 2 * s.width + 2 * s.heads * s.head_width + std::int64_t{2} * 17;
   expect_close("out", run.out(), plain.forward(x, p), length);
   expect_gradient(
       "d_in", run.d_in(), x,
@@ -119,7 +119,7 @@ TEST(Linear, TheSoftmaxKindAgreesWithFloat64) {
               reference::gated_norm(o, gate, p[4], wide, s.head_width, false, 1e-6), p[5], wide,
               s.width);
         },
-        half ? 16 : 2 * s.width + 2 * wide + 2 * 45, half ? kHalfEpsilon : kEpsilon);
+        half ? 16 : 2 * s.width + 2 * wide + std::int64_t{2} * 45, half ? kHalfEpsilon : kEpsilon);
   }
 }
 

@@ -101,7 +101,8 @@ TEST(Mamba2, AFarTokenIsSeen) {
   change_row(moved.in(), 3);
   run.forward();
   moved.forward();
-  EXPECT_FALSE(same_bits(run.out().as<float>() + 699 * 8, moved.out().as<float>() + 699 * 8, 8));
+  EXPECT_FALSE(same_bits(run.out().as<float>() + std::int64_t{699} * 8,
+                         moved.out().as<float>() + std::int64_t{699} * 8, 8));
 }
 
 TEST_P(Mamba2Types, ExtremeInputsStayFinite) {
