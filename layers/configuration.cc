@@ -28,13 +28,35 @@ double require_positive(const std::string& path, double value) {
   return value;
 }
 
+namespace {
+
+// Either the width of one SwiGLU or experts, whose shape is theirs to judge.
+void validate_feed_forward(const std::string& path, const FeedForwardConfig& config) {
+  if (!config.has_experts()) {
+    require_range(path + ".width", config.width(), 1, kMaxFeedForwardWidth);
+  } else if (config.has_width()) {
+    refuse(path + ".width", "must not be set beside experts, which have their own",
+           std::to_string(config.width()));
+  }
+}
+
+}  // namespace
+
 void validate(const ModelConfig& config) {
   require_range("model.width", config.width(), 1, kMaxWidth);
   require_range("model.vocabulary", config.vocabulary(), 1, kMaxVocabulary);
   require_range("model.length", config.length(), 1, kMaxLength);
-  require_range("model.feed_forward.width", config.feed_forward().width(), 1, kMaxFeedForwardWidth);
+  validate_feed_forward("model.feed_forward", config.feed_forward());
   require_range("model.feed_forward.wider_layers", config.feed_forward().wider_layers(), 0,
-                kMaxLayers);
+                config.feed_forward().has_experts() ? 0 : kMaxLayers);
+  for (int i = 0; i < config.feed_forward_range_size(); ++i) {
+    const std::string path = "model.feed_forward_range[" + std::to_string(i) + "]";
+    const FeedForwardRange& range = config.feed_forward_range(i);
+    require_range(path + ".first", range.first(), 0, kMaxLayers);
+    require_range(path + ".last", range.last(), range.first(), kMaxLayers);
+    validate_feed_forward(path + ".feed_forward", range.feed_forward());
+    require_range(path + ".feed_forward.wider_layers", range.feed_forward().wider_layers(), 0, 0);
+  }
   require_positive("model.norm_epsilon", config.norm_epsilon());
   require_positive("model.init_deviation", config.init_deviation());
 }

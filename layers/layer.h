@@ -18,6 +18,7 @@
 #include <vector>
 
 #include "runtime/device.h"
+#include "runtime/expert_exchange.h"
 #include "runtime/memory.h"
 #include "runtime/view.h"
 
@@ -27,6 +28,8 @@ struct BatchShape {
   std::int64_t batch = 0;   // sequences
   std::int64_t length = 0;  // positions in each
   int threads = 1;          // of the queue; may shape the size of scratch, never a result
+  // Where the experts are; shapes what a rank receives, never a result.
+  ExpertPlacement experts = {};
   std::int64_t rows() const { return batch * length; }
 };
 
@@ -36,6 +39,9 @@ struct Batch {
   View tokens;    // [B, T] u32
   View labels;    // [B, T] i32; kNoLabel where the position doesn't count
   View segments;  // [B, T] i32: the position at which this position's document starts (<= its own)
+  // Sequences of the whole step, over all ranks, which routers' own losses are averaged over; 0
+  // where nothing is trained: they have no gradient.
+  std::int64_t step_sequences = 0;
 };
 constexpr std::int32_t kNoLabel = -1;
 
@@ -76,6 +82,12 @@ struct LayerMemory {
   // As scratch() declared or larger; contents undefined before and after. Layers that run one after
   // the other get the same memory, so its type and shape are what the layer says: shaped().
   std::span<const View> scratch;
+  // Of layers with experts: the matrices of this rank's experts, each stacked parameter's in order
+  // of the experts, one parameter after the other.
+  std::span<const View> experts = {};
+  // [N] f32, added to the probabilities when experts are chosen; empty: nothing is.
+  View selection_bias = {};
+  ExpertExchange* exchange = nullptr;  // null where all experts are this rank's
 };
 
 // The first bytes of a view as an array of this type and shape.

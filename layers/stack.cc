@@ -32,16 +32,20 @@ Stack::Stack(const ModelConfig& config, DType compute)
 
 std::vector<UnitSpec> Stack::units() const {
   std::vector<UnitSpec> units;
-  units.push_back({UnitSpec::Kind::kEmbedding, 0, "embedding",
-                   prefixed("model.embed_tokens.", embedding_.parameters())});
+  units.push_back({UnitSpec::Kind::kEmbedding,
+                   0,
+                   "embedding",
+                   prefixed("model.embed_tokens.", embedding_.parameters()),
+                   {}});
   for (std::size_t l = 0; l < blocks_.size(); ++l) {
     const std::string name = "layers." + std::to_string(l);
     units.push_back({UnitSpec::Kind::kBlock, static_cast<std::int64_t>(l), name,
-                     prefixed("model." + name + ".", blocks_[l].parameters())});
+                     prefixed("model." + name + ".", blocks_[l].parameters()),
+                     prefixed("model." + name + ".", blocks_[l].expert_parameters())});
   }
   std::vector<ParameterSpec> head = head_.parameters();
   head[0].name = "model." + head[0].name;
-  units.push_back({UnitSpec::Kind::kHead, 0, "head", std::move(head)});
+  units.push_back({UnitSpec::Kind::kHead, 0, "head", std::move(head), {}});
   return units;
 }
 
@@ -49,6 +53,7 @@ std::int64_t Stack::parameter_count() const {
   std::int64_t count = 0;
   for (const UnitSpec& unit : units()) {
     for (const ParameterSpec& parameter : unit.parameters) count += parameter.shape.count();
+    for (const ParameterSpec& parameter : unit.experts) count += parameter.shape.count();
   }
   return count;
 }

@@ -15,6 +15,8 @@
 
 namespace tessera {
 
+class MixtureOfExperts;  // layers/experts/experts.h
+
 // One residual block: y = x + Mixer(RMSNorm(x)); x' = y + FeedForward(RMSNorm(y)).
 class Block {
  public:
@@ -28,18 +30,30 @@ class Block {
   const std::string& mixer_type() const;  // "full"
   const Layer& mixer() const;
   const Layer& feed_forward() const;
+  // The feed-forward where it is a mixture of experts, else null.
+  const MixtureOfExperts* experts() const;
 
   std::vector<ParameterSpec> parameters() const;  // names from "input_norm.weight" on
+  // The experts' own, stacked: "feed_forward.experts.gate_proj.weight" [N, m, l]; none without.
+  std::vector<ParameterSpec> expert_parameters() const;
   std::vector<BufferSpec> saved(BatchShape shape) const;
   std::vector<BufferSpec> scratch(BatchShape shape) const;
   double flops_per_token(std::int64_t length) const;
 
-  // x, out: [B*T, d] f32; x is kept by the caller until backward.
+  // x, out: [B*T, d] f32; x is kept by the caller until backward. With experts and an exchange all
+  // three are collective in its group, a rank without a quantum calling them with no sequences.
   void forward(Queue& queue, const Batch& batch, const View& x, const View& out,
                const LayerMemory& memory) const;
-  // d_x holds the gradient of the output on entry and of the input on return.
-  void backward(Queue& queue, const Batch& batch, const View& x, const View& d_x,
-                std::span<const View> d_parameters, const LayerMemory& memory) const;
+  // The backward pass in two parts, the feed-forward's first; between them the experts' gradients
+  // are made (MixtureOfExperts::expert_gradient, with of_feed_forward's memory). d_x holds the
+  // gradient of the output on entry and of the input on return of the second. d_parameters: of
+  // parameters(), each part overwriting its own.
+  void backward_feed_forward(Queue& queue, const Batch& batch, const View& d_x,
+                             std::span<const View> d_parameters, const LayerMemory& memory) const;
+  void backward_mixer(Queue& queue, const Batch& batch, const View& x, const View& d_x,
+                      std::span<const View> d_parameters, const LayerMemory& memory) const;
+  // The part of the block's memory that is its feed-forward's.
+  LayerMemory of_feed_forward(const LayerMemory& memory) const;
 
  private:
   struct Parts;
@@ -102,6 +116,8 @@ struct UnitSpec {
   std::int64_t layer = 0;                 // for blocks
   std::string name;                       // "embedding", "layers.3", "head"
   std::vector<ParameterSpec> parameters;  // "model.layers.3.mixer.q_proj.weight"
+  // Stacked over the first axis: "model.layers.3.feed_forward.experts.gate_proj.weight".
+  std::vector<ParameterSpec> experts;
 };
 
 class Stack {
