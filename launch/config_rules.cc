@@ -21,6 +21,7 @@ constexpr std::int64_t kMostLayers = 10000;
 constexpr std::int64_t kLargestBatch = std::int64_t{1} << 31;
 constexpr std::int64_t kMostSteps = std::int64_t{1} << 48;
 constexpr std::int64_t kMostThreads = 4096;
+constexpr std::int64_t kMostRanks = 1 << 20;
 constexpr double kSmallestEpsilon = 1e-16;  // below it an f32 gradient's square can vanish first
 
 // Collects the first fault; later checks do nothing.
@@ -159,6 +160,7 @@ void check_rest(Rules& rules, const Config& config) {
   rules.require(!config.data().recipe().empty(), "data.recipe", "required: the recipe's file");
   rules.require(!config.data().directory().empty(), "data.directory",
                 "required: the folder that tessera data build wrote");
+  rules.range(config.parallel().expert_ranks(), 1, kMostRanks, "parallel.expert_ranks");
   rules.range(config.execution().threads(), 1, kMostThreads, "execution.threads");
   rules.at_least(config.execution().watchdog_seconds(), 1, "execution.watchdog_seconds");
   rules.at_least(config.execution().memory_limit_bytes(), 0, "execution.memory_limit_bytes");

@@ -70,6 +70,7 @@ EngineOptions engine_options(const Config& config, std::int64_t sequence_length,
   EngineOptions options;
   options.rank = rank;
   options.ranks = ranks;
+  options.expert_ranks = static_cast<int>(config.parallel().expert_ranks());
   options.quantum = {config.train().micro_batch(), sequence_length,
                      static_cast<int>(config.execution().threads())};
   options.quanta = quanta_of(config);
@@ -238,10 +239,17 @@ bool Trainer::resume_from(const std::string& path, const ResumeOptions& resume, 
 }
 
 void Trainer::load_parameters(const std::string& path) {
+  std::vector<CheckpointArray> arrays = engine_->arrays(false);
   together(communicator_, "compare with checkpoint", [&] {
     std::set<std::string> ours;
-    for (const CheckpointArray& array : engine_->arrays(false)) ours.insert(array.name);
-    for (const std::string& name : checkpoint_parameters(path)) {
+    for (const CheckpointArray& array : arrays) ours.insert(array.name);
+    const std::vector<std::string> theirs = checkpoint_parameters(path);
+    // Biases that the checkpoint's run didn't have begin at 0.
+    std::erase_if(arrays, [&](const CheckpointArray& array) {
+      return array.name.starts_with("state/") &&
+             std::find(theirs.begin(), theirs.end(), array.name) == theirs.end();
+    });
+    for (const std::string& name : theirs) {
       if (!ours.contains(name)) {
         throw Error(ExitCode::kCheckpoint,
                     path + ": holds " + name +
@@ -249,7 +257,7 @@ void Trainer::load_parameters(const std::string& path) {
       }
     }
   });
-  agreed([&] { read_checkpoint(communicator_, path, engine_->arrays(false)); });
+  agreed([&] { read_checkpoint(communicator_, path, arrays); });
   engine_->weights_changed();
   say("parameters from " + path + "; moments, stream and schedule start anew");
 }
@@ -288,7 +296,7 @@ void Trainer::load_batches() {
 StepResult Trainer::train_step() {
   const auto start = std::chrono::steady_clock::now();
   activity_.set_step(steps_done_);
-  communicator_.reset_traffic();
+  engine_->mesh().reset_traffic();
   load_batches();
   const double data_seconds = seconds_since(start);
   const double rate = learning_rate(config_.optim(), steps_done_, config_.train().steps());
@@ -315,14 +323,17 @@ void Trainer::write_metrics(const StepResult& result, double rate, double second
   if (peak_flops_ > 0.0) {
     metrics.mfu = 3 * stack_.flops_per_token(length_) * metrics.tokens_per_second / peak_flops_;
   }
-  const TrafficCount& gather = communicator_.traffic(Traffic::kGather);
-  const TrafficCount& reduce = communicator_.traffic(Traffic::kReduce);
+  const Mesh& mesh = engine_->mesh();
+  const TrafficCount gather = mesh.traffic(Traffic::kGather);
+  const TrafficCount reduce = mesh.traffic(Traffic::kReduce);
+  const TrafficCount exchange = mesh.traffic(Traffic::kExchange);
   metrics.gather_seconds = gather.seconds;
-  metrics.reduce_seconds = reduce.seconds + communicator_.traffic(Traffic::kControl).seconds;
-  metrics.advance_seconds = communicator_.advance_seconds();
-  metrics.transfers = gather.calls + reduce.calls;
-  metrics.transfers_overlapped = gather.overlapped + reduce.overlapped;
-  metrics.transfers_in_flight = communicator_.most_in_flight();
+  metrics.reduce_seconds = reduce.seconds + mesh.traffic(Traffic::kControl).seconds;
+  metrics.exchange_seconds = exchange.seconds;
+  metrics.advance_seconds = mesh.advance_seconds();
+  metrics.transfers = gather.calls + reduce.calls + exchange.calls;
+  metrics.transfers_overlapped = gather.overlapped + reduce.overlapped + exchange.overlapped;
+  metrics.transfers_in_flight = mesh.most_in_flight();
   metrics.data_seconds = data_seconds;
   // Checkpoints and validation between steps count in the time left.
   const auto now = std::chrono::steady_clock::now();

@@ -107,7 +107,7 @@ Block::Block(const ModelConfig& config, std::int64_t layer, DType compute,
   parts_ = std::make_unique<Parts>(Parts{config.width(), config.norm_epsilon(), compute,
                                          types[static_cast<std::size_t>(layer)], std::move(mixer),
                                          make_feed_forward(context), nullptr, 0, 0});
-  parts_->experts = dynamic_cast<const MixtureOfExperts*>(parts_->feed_forward->get());
+  parts_->experts = dynamic_cast<const MixtureOfExperts*>(parts_->feed_forward.get());
   parts_->mixer_parameters = parts_->mixer->parameters().size();
   parts_->mixer_saved = parts_->mixer->saved({1, 1, 1}).size();
 }
@@ -175,20 +175,34 @@ double Block::flops_per_token(std::int64_t length) const {
 
 void Block::forward(Queue& queue, const Batch& batch, const View& x, const View& out,
                     const LayerMemory& memory) const {
+  forward_mixer(queue, batch, x, memory);
+  forward_feed_forward(queue, batch, out, memory);
+}
+
+void Block::forward_mixer(Queue& queue, const Batch& batch, const View& x,
+                          const LayerMemory& memory) const {
+  if (batch.shape.rows() == 0) return;
   const Parts& p = *parts_;
   const View& normed = memory.scratch[kNormed];
   const View& middle = memory.saved[kMiddle];
-  if (batch.shape.rows() == 0) {  // the experts are computed for other ranks
-    p.feed_forward->forward(queue, batch, normed, out, p.of_feed_forward(memory));
-    return;
-  }
   rms_norm(queue, x, memory.parameters[0], p.epsilon, normed, memory.saved[kInverseInput]);
   p.mixer->forward(queue, batch, normed, middle, p.of_mixer(memory));
   add(queue, middle, x);
-  rms_norm(queue, middle, memory.parameters[p.mixer_parameters + 1], p.epsilon, normed,
-           memory.saved[kInversePost]);
+}
+
+// A rank without tokens computes its experts for the others.
+void Block::forward_feed_forward(Queue& queue, const Batch& batch, const View& out,
+                                 const LayerMemory& memory) const {
+  const Parts& p = *parts_;
+  const View& normed = memory.scratch[kNormed];
+  const View& middle = memory.saved[kMiddle];
+  const bool has_tokens = batch.shape.rows() > 0;
+  if (has_tokens) {
+    rms_norm(queue, middle, memory.parameters[p.mixer_parameters + 1], p.epsilon, normed,
+             memory.saved[kInversePost]);
+  }
   p.feed_forward->forward(queue, batch, normed, out, p.of_feed_forward(memory));
-  add(queue, out, middle);
+  if (has_tokens) add(queue, out, middle);
 }
 
 void Block::backward_feed_forward(Queue& queue, const Batch& batch, const View& d_x,

@@ -41,9 +41,14 @@ class Block {
   double flops_per_token(std::int64_t length) const;
 
   // x, out: [B*T, d] f32; x is kept by the caller until backward. With experts and an exchange all
-  // three are collective in its group, a rank without a quantum calling them with no sequences.
+  // passes are collective in its group, a rank without a quantum making them with no sequences.
   void forward(Queue& queue, const Batch& batch, const View& x, const View& out,
                const LayerMemory& memory) const;
+  // The same in two parts, of which only the second needs the experts.
+  void forward_mixer(Queue& queue, const Batch& batch, const View& x,
+                     const LayerMemory& memory) const;
+  void forward_feed_forward(Queue& queue, const Batch& batch, const View& out,
+                            const LayerMemory& memory) const;
   // The backward pass in two parts, the feed-forward's first; between them the experts' gradients
   // are made (MixtureOfExperts::expert_gradient, with of_feed_forward's memory). d_x holds the
   // gradient of the output on entry and of the input on return of the second. d_parameters: of

@@ -52,12 +52,44 @@ void push_node(std::vector<TreeNode>& stack, const TreeNode& node,
   stack.back().level = node.level + static_cast<int>(count);
 }
 
-// What rank `rank` sends under kLocal, in order of quanta.
-std::vector<TreeNode> local_nodes(const QuantumShare& share, int rank) {
+// What rank `rank` makes of its own run under kLocal, in order of quanta.
+void append_local_nodes(const QuantumShare& share, int rank, std::vector<TreeNode>& nodes) {
   const std::int64_t begin = run_begin(share.quanta(), share.ranks(), rank);
   const std::int64_t end = run_begin(share.quanta(), share.ranks(), rank + 1);
-  if (share.order() == SumOrder::kPlain && begin < end) return {{begin, 0}};
-  return tree_nodes(begin, end);
+  if (begin == end) return;
+  if (share.order() == SumOrder::kPlain) {
+    nodes.push_back({begin, 0});
+    return;
+  }
+  std::vector<TreeNode> own;
+  for (std::int64_t q = begin; q < end; ++q) push_node(own, {q, 0});
+  nodes.insert(nodes.end(), own.begin(), own.end());
+}
+
+// The quanta of a member's group in a round under kSharded.
+struct Run {
+  std::int64_t begin, end;
+};
+Run run_of(const QuantumShare& share, std::int64_t round, int member) {
+  const std::int64_t begin = round * share.ranks() + member * share.group();
+  return {std::min(begin, share.quanta()), std::min(begin + share.group(), share.quanta())};
+}
+
+// What a member sends in this round, in order of quanta; allocates nothing once `nodes` has had the
+// most.
+void nodes_of_round(const QuantumShare& share, std::int64_t round, int member,
+                    std::vector<TreeNode>& nodes) {
+  nodes.clear();
+  const Run run = run_of(share, round, member);
+  for (std::int64_t q = run.begin; q < run.end; ++q) push_node(nodes, {q, 0});
+}
+
+std::vector<TreeNode> nodes_of_step(const QuantumShare& share, int member) {
+  std::vector<TreeNode> nodes;
+  for (int k = 0; k < share.group(); ++k) {
+    append_local_nodes(share, member * share.group() + k, nodes);
+  }
+  return nodes;
 }
 
 std::vector<TreeNode> single_quanta(std::int64_t begin, std::int64_t end) {
@@ -66,30 +98,66 @@ std::vector<TreeNode> single_quanta(std::int64_t begin, std::int64_t end) {
   return nodes;
 }
 
+// Whole units that a member sums before it sends. Under kLocal the run of each of its group's ranks
+// has sums of its own, kept through the step; under kSharded, in groups of more than one, the
+// quanta of a round have some that are free after it.
 std::int64_t local_buffers(const QuantumShare& share, int rank) {
-  if (share.policy() == Accumulate::kSharded) return 0;
   return TreeAccumulator::buffers_needed(
       single_quanta(run_begin(share.quanta(), share.ranks(), rank),
                     run_begin(share.quanta(), share.ranks(), rank + 1)),
       share.order());
 }
+std::int64_t buffers_of_step(const QuantumShare& share, int member) {
+  if (share.policy() == Accumulate::kSharded) return 0;
+  std::int64_t buffers = 0;
+  for (int k = 0; k < share.group(); ++k) {
+    buffers += local_buffers(share, member * share.group() + k);
+  }
+  return buffers;
+}
+std::int64_t buffers_of_round(const QuantumShare& share, int member) {
+  if (share.policy() == Accumulate::kLocal || share.group() == 1) return 0;
+  std::int64_t most = 0;
+  for (std::int64_t round = 0; round < share.rounds(); ++round) {
+    const Run run = run_of(share, round, member);
+    most = std::max(most, TreeAccumulator::buffers_needed(single_quanta(run.begin, run.end)));
+  }
+  return most;
+}
 
 std::vector<TreeNode> received_nodes(const QuantumShare& share) {
-  if (share.policy() == Accumulate::kSharded) return single_quanta(0, share.quanta());
-  std::vector<TreeNode> nodes;
-  for (int rank = 0; rank < share.ranks(); ++rank) {
-    const std::vector<TreeNode> of_rank = local_nodes(share, rank);
-    nodes.insert(nodes.end(), of_rank.begin(), of_rank.end());
+  std::vector<TreeNode> nodes, some;
+  if (share.policy() == Accumulate::kLocal) {
+    for (int rank = 0; rank < share.ranks(); ++rank) append_local_nodes(share, rank, nodes);
+    return nodes;
+  }
+  for (std::int64_t round = 0; round < share.rounds(); ++round) {
+    for (int member = 0; member < share.members(); ++member) {
+      nodes_of_round(share, round, member, some);
+      nodes.insert(nodes.end(), some.begin(), some.end());
+    }
   }
   return nodes;
 }
 
-// Slices of this rank that come from the others in one exchange.
-std::int64_t received_slices(const QuantumShare& share, int rank) {
-  if (share.policy() == Accumulate::kSharded) {
-    return std::min<std::int64_t>(share.ranks(), share.quanta()) - (rank < share.quanta() ? 1 : 0);
+// Slices of this member that come from the others in one exchange, at most.
+std::int64_t received_slices(const QuantumShare& share, int member) {
+  if (share.policy() == Accumulate::kLocal) {
+    return static_cast<std::int64_t>(received_nodes(share).size() -
+                                     nodes_of_step(share, member).size());
   }
-  return static_cast<std::int64_t>(received_nodes(share).size() - local_nodes(share, rank).size());
+  std::size_t most = 0;
+  std::vector<TreeNode> nodes;
+  for (std::int64_t round = 0; round < share.rounds(); ++round) {
+    std::size_t others = 0;
+    for (int other = 0; other < share.members(); ++other) {
+      if (other == member) continue;
+      nodes_of_round(share, round, other, nodes);
+      others += nodes.size();
+    }
+    most = std::max(most, others);
+  }
+  return static_cast<std::int64_t>(most);
 }
 
 std::vector<View> part(const std::vector<View>& buffers, std::int64_t begin, std::int64_t end) {
@@ -99,12 +167,14 @@ std::vector<View> part(const std::vector<View>& buffers, std::int64_t begin, std
 
 }  // namespace
 
-QuantumShare::QuantumShare(Accumulate policy, std::int64_t quanta, int ranks, SumOrder order)
+QuantumShare::QuantumShare(Accumulate policy, std::int64_t quanta, int ranks, SumOrder order,
+                           int group)
     : policy_(ranks == 1 ? Accumulate::kSharded : policy),
       order_(order),
       quanta_(quanta),
-      ranks_(ranks) {
-  TESSERA_CHECK(quanta >= 1 && ranks >= 1);
+      ranks_(ranks),
+      group_(group) {
+  TESSERA_CHECK(quanta >= 1 && ranks >= 1 && group >= 1 && ranks % group == 0);
 }
 
 std::int64_t QuantumShare::rounds() const { return (quanta_ + ranks_ - 1) / ranks_; }
@@ -125,10 +195,17 @@ std::int64_t QuantumShare::count(int rank) const {
   return run_begin(quanta_, ranks_, rank + 1) - run_begin(quanta_, ranks_, rank);
 }
 
-std::int64_t QuantumShare::sums_sent(int rank) const {
-  return policy_ == Accumulate::kSharded
-             ? count(rank)
-             : static_cast<std::int64_t>(local_nodes(*this, rank).size());
+std::int64_t QuantumShare::sums_sent(int member) const {
+  if (policy_ == Accumulate::kLocal) {
+    return static_cast<std::int64_t>(nodes_of_step(*this, member).size());
+  }
+  std::size_t sums = 0;
+  std::vector<TreeNode> nodes;
+  for (std::int64_t round = 0; round < rounds(); ++round) {
+    nodes_of_round(*this, round, member, nodes);
+    sums += nodes.size();
+  }
+  return static_cast<std::int64_t>(sums);
 }
 
 std::vector<TreeNode> tree_nodes(std::int64_t begin, std::int64_t end) {
@@ -204,13 +281,13 @@ View TreeAccumulator::finish() {
 }
 
 std::vector<BufferSpec> CanonicalSum::buffers(const UnitLayout& layout, const QuantumShare& share,
-                                              int rank) {
+                                              int member) {
   std::vector<BufferSpec> specs;
-  for (std::int64_t i = 0; i < local_buffers(share, rank); ++i) {
+  for (std::int64_t i = 0; i < buffers_of_step(share, member); ++i) {
     specs.push_back({layout.name() + " own partial sum " + std::to_string(i), DType::kF32,
                      Shape{layout.count()}});
   }
-  const std::int64_t slice = layout.slice(rank, share.ranks()).count();
+  const std::int64_t slice = layout.slice(member, share.members()).count();
   for (std::int64_t i = 0;
        i < TreeAccumulator::buffers_needed(received_nodes(share), share.order()); ++i) {
     specs.push_back(
@@ -219,9 +296,12 @@ std::vector<BufferSpec> CanonicalSum::buffers(const UnitLayout& layout, const Qu
   return specs;
 }
 
-BufferSpec CanonicalSum::workspace(const UnitLayout& layout, const QuantumShare& share, int rank) {
-  const std::int64_t slice = layout.slice(rank, share.ranks()).count();
-  return {"received gradients", DType::kF32, Shape{slice * received_slices(share, rank)}};
+BufferSpec CanonicalSum::workspace(const UnitLayout& layout, const QuantumShare& share,
+                                   int member) {
+  const std::int64_t slice = layout.slice(member, share.members()).count();
+  return {"received gradients", DType::kF32,
+          Shape{layout.count() * buffers_of_round(share, member) +
+                slice * received_slices(share, member)}};
 }
 
 CanonicalSum::CanonicalSum(const UnitLayout& layout, const QuantumShare& share,
@@ -231,62 +311,109 @@ CanonicalSum::CanonicalSum(const UnitLayout& layout, const QuantumShare& share,
       share_(share),
       communicator_(communicator),
       slice_(layout.slice(communicator.rank(), communicator.size())),
-      workspace_(workspace),
-      local_(queue, part(buffers, 0, local_buffers(share, communicator.rank())), share.order()),
       sharded_(queue,
-               part(buffers, local_buffers(share, communicator.rank()),
+               part(buffers, buffers_of_step(share, communicator.rank()),
                     static_cast<std::int64_t>(buffers.size())),
                share.order()) {
-  TESSERA_CHECK(share.ranks() == communicator.size());
-  TESSERA_CHECK(workspace.count() >=
-                CanonicalSum::workspace(layout, share, communicator.rank()).shape.count());
-  nodes_.resize(static_cast<std::size_t>(share.ranks()));
+  const int self = communicator.rank();
+  TESSERA_CHECK(share.members() == communicator.size());
+  TESSERA_CHECK(workspace.count() >= CanonicalSum::workspace(layout, share, self).shape.count());
+  const std::int64_t of_round = buffers_of_round(share, self);
+  places_ = part(buffers, 0, buffers_of_step(share, self));
+  for (std::int64_t i = 0; i < of_round; ++i) {
+    places_.push_back(workspace.slice(i * layout.count(), (i + 1) * layout.count()));
+  }
+  workspace_ = workspace.slice(of_round * layout.count(), workspace.count());
+  nodes_.resize(static_cast<std::size_t>(share.members()));
   if (share.policy() == Accumulate::kLocal) {
-    for (int rank = 0; rank < share.ranks(); ++rank) {
-      nodes_[static_cast<std::size_t>(rank)] = local_nodes(share, rank);
+    std::int64_t next = 0;
+    for (int k = 0; k < share.group(); ++k) {
+      const std::int64_t count = local_buffers(share, self * share.group() + k);
+      local_.emplace_back(queue, part(places_, next, next + count), share.order());
+      next += count;
     }
+    for (int member = 0; member < share.members(); ++member) {
+      nodes_[static_cast<std::size_t>(member)] = nodes_of_step(share, member);
+    }
+  } else if (share.group() > 1) {
+    local_.emplace_back(queue, places_);
+  } else if (share.ranks() == 1) {
+    places_ = part(buffers, 0, static_cast<std::int64_t>(buffers.size()));
   }
 }
 
-View CanonicalSum::place() {
-  const std::int64_t quantum = share_.quantum(round_, communicator_.rank());
+std::int64_t CanonicalSum::quantum_of(int source) const {
+  return share_.quantum(round_, communicator_.rank() * share_.group() + source);
+}
+
+// Where a whole gradient is summed before it is sent; there is none in groups of one under
+// kSharded.
+TreeAccumulator& CanonicalSum::local_of(int source) {
+  return local_[share_.policy() == Accumulate::kLocal ? static_cast<std::size_t>(source) : 0];
+}
+
+void CanonicalSum::begin_round() {
+  if (added_ > 0) return;
+  if (round_ == 0) sharded_.clear();
+  if (round_ == 0 || share_.policy() == Accumulate::kSharded) {
+    for (TreeAccumulator& local : local_) local.clear();
+  }
+}
+
+View CanonicalSum::place(int source) {
+  const std::int64_t quantum = quantum_of(source);
   if (quantum == QuantumShare::kNone) return {};
-  if (round_ == 0) {
-    local_.clear();
-    sharded_.clear();
-  }
-  if (share_.policy() == Accumulate::kLocal) return local_.place({quantum, 0});
-  return communicator_.size() == 1 ? sharded_.place({quantum, 0}) : View();
+  begin_round();
+  if (!local_.empty()) return local_of(source).place({quantum, 0});
+  return share_.ranks() == 1 ? sharded_.place({quantum, 0}) : View();
 }
 
-// Makes this round's messages: every rank's partial sums (kSharded: its quantum's gradient; kLocal:
-// after the last round its subtrees) to the owners of their slices. Whether there is an exchange.
-bool CanonicalSum::prepare(const View& gradient) {
-  const int self = communicator_.rank();
-  const std::int64_t quantum = share_.quantum(round_, self);
+void CanonicalSum::add(int source, const View& gradient) {
   TESSERA_CHECK(round_ < share_.rounds() && !transfer_.started());
-  TESSERA_CHECK(gradient.empty() == (quantum == QuantumShare::kNone));
-  TESSERA_CHECK(gradient.empty() || gradient.count() == layout_.count());
-  if (round_ == 0) {
-    local_.clear();
-    sharded_.clear();
-  }
-  std::span<const View> sums{&gradient, gradient.empty() ? std::size_t{0} : std::size_t{1}};
-  if (share_.policy() == Accumulate::kLocal) {
-    if (!gradient.empty()) local_.push({quantum, 0}, gradient);
-    if (++round_ < share_.rounds()) return false;
-    sums = local_.nodes();
+  TESSERA_CHECK(source >= added_ && source < share_.group());
+  TESSERA_CHECK(gradient.count() == layout_.count());
+  const std::int64_t quantum = quantum_of(source);
+  TESSERA_CHECK(quantum != QuantumShare::kNone);
+  begin_round();
+  added_ = source + 1;
+  if (local_.empty()) {
+    direct_ = gradient;
   } else {
-    for (int rank = 0; rank < share_.ranks(); ++rank) {
-      std::vector<TreeNode>& nodes = nodes_[static_cast<std::size_t>(rank)];
-      nodes.clear();
-      const std::int64_t q = share_.quantum(round_, rank);
-      if (q != QuantumShare::kNone) nodes.push_back({q, 0});
-    }
-    ++round_;
+    local_of(source).push({quantum, 0}, gradient);
   }
+}
+
+// Makes this round's messages: every member's partial sums to the owners of their slices. Whether
+// there is an exchange.
+bool CanonicalSum::prepare() {
+  const int self = communicator_.rank();
+  TESSERA_CHECK(round_ < share_.rounds() && !transfer_.started());
+  for (int source = 0; source < share_.group(); ++source) {  // none is missing
+    TESSERA_CHECK(source < added_ || quantum_of(source) == QuantumShare::kNone);
+  }
+  begin_round();
+  sums_.clear();
+  if (share_.policy() == Accumulate::kLocal) {
+    if (round_ + 1 == share_.rounds()) {
+      for (const TreeAccumulator& local : local_) {
+        sums_.insert(sums_.end(), local.nodes().begin(), local.nodes().end());
+      }
+    }
+  } else {
+    for (int member = 0; member < share_.members(); ++member) {
+      nodes_of_round(share_, round_, member, nodes_[static_cast<std::size_t>(member)]);
+    }
+    if (local_.empty()) {
+      if (added_ > 0) sums_.push_back(direct_);
+    } else {
+      sums_.insert(sums_.end(), local_[0].nodes().begin(), local_[0].nodes().end());
+    }
+  }
+  added_ = 0;
+  ++round_;
+  if (share_.policy() == Accumulate::kLocal && round_ < share_.rounds()) return false;
   own_.clear();
-  for (const View& sum : sums) own_.push_back(sum.slice(slice_.begin, slice_.end));
+  for (const View& sum : sums_) own_.push_back(sum.slice(slice_.begin, slice_.end));
   sends_.clear();
   receives_.clear();
   std::byte* place = workspace_.raw();
@@ -294,7 +421,7 @@ bool CanonicalSum::prepare(const View& gradient) {
   for (int peer = 0; peer < communicator_.size(); ++peer) {
     if (peer == self) continue;
     const Slice slice = layout_.slice(peer, communicator_.size());
-    for (const View& sum : sums) {
+    for (const View& sum : sums_) {
       const View part = sum.slice(slice.begin, slice.end);
       sends_.push_back({peer, part.raw(), part.bytes()});
     }
@@ -320,15 +447,30 @@ void CanonicalSum::take_in() {
   }
 }
 
-void CanonicalSum::push(const View& gradient) {
-  if (!prepare(gradient)) return;
+void CanonicalSum::push() {
+  if (!prepare()) return;
   communicator_.exchange(Traffic::kReduce, layout_.name(), sends_, receives_);
   take_in();
 }
 
-void CanonicalSum::start(const View& gradient) {
-  if (!prepare(gradient)) return;
+void CanonicalSum::start() {
+  if (!prepare()) return;
   communicator_.start_exchange(transfer_, Traffic::kReduce, layout_.name(), sends_, receives_);
+}
+
+void CanonicalSum::add_own(const View& gradient) {
+  TESSERA_CHECK(share_.group() == 1 && added_ == 0);
+  if (!gradient.empty()) add(0, gradient);
+}
+
+void CanonicalSum::push(const View& gradient) {
+  add_own(gradient);
+  push();
+}
+
+void CanonicalSum::start(const View& gradient) {
+  add_own(gradient);
+  start();
 }
 
 void CanonicalSum::complete() {

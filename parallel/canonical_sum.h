@@ -28,28 +28,35 @@ enum class SumOrder : std::uint8_t {
 
 // Which quanta each rank computes, and how their gradients are added up. kSharded: round k gives
 // quantum k*W + r to rank r. kLocal: rank r's are the run [r*Q div W, (r+1)*Q div W), one a round.
+//
+// Ranks may stand in groups of E, as they do where they share experts: ranks [g*E, (g+1)*E) are
+// group g, whose member k makes the gradients of its part of the parameters from the quanta of all
+// E ranks. The W/E ranks with the same k then sum that part: the members of its sum.
 class QuantumShare {
  public:
   static constexpr std::int64_t kNone = -1;
 
-  QuantumShare(Accumulate policy, std::int64_t quanta, int ranks, SumOrder order = SumOrder::kTree);
+  QuantumShare(Accumulate policy, std::int64_t quanta, int ranks, SumOrder order = SumOrder::kTree,
+               int group = 1);
   // With one rank there is nothing to exchange and both policies are kSharded.
   Accumulate policy() const { return policy_; }
   SumOrder order() const { return order_; }
   std::int64_t quanta() const { return quanta_; }
   int ranks() const { return ranks_; }
+  int group() const { return group_; }             // E
+  int members() const { return ranks_ / group_; }  // of a sum
   // Every rank goes through all rounds, since gathers and exchanges need every rank.
   std::int64_t rounds() const;
   std::int64_t quantum(std::int64_t round, int rank) const;  // kNone: the rank has none
   std::int64_t count(int rank) const;                        // quanta of a rank
-  // Partial sums that a rank sends of each unit in a step.
-  std::int64_t sums_sent(int rank) const;
+  // Partial sums that a member sends of each unit in a step.
+  std::int64_t sums_sent(int member) const;
 
  private:
   Accumulate policy_;
   SumOrder order_;
   std::int64_t quanta_;
-  int ranks_;
+  int ranks_, group_;
 };
 
 // A whole aligned subtree: the sum of the quanta [begin, begin + 2^level) that exist.
@@ -90,52 +97,68 @@ class TreeAccumulator {
 };
 
 // The canonical sum of one unit's gradient, step after step; under SumOrder::kPlain the same
-// exchanges with a sum that isn't canonical.
+// exchanges with a sum that isn't canonical. In every round each member adds the gradients that its
+// group's ranks give it, in their order, then pushes them.
 class CanonicalSum {
  public:
-  // What a rank needs for one unit, to be granted to the constructor in this order. Held from a
-  // step's first push until its result has been used.
+  // What a member needs for one unit, to be granted to the constructor in this order. Held from a
+  // step's first add until its result has been used.
   static std::vector<BufferSpec> buffers(const UnitLayout& layout, const QuantumShare& share,
-                                         int rank);
-  // Used within push, or from start to complete, only: one of the largest size serves all units
-  // whose sums aren't under way at once; [0] when W is 1.
-  static BufferSpec workspace(const UnitLayout& layout, const QuantumShare& share, int rank);
+                                         int member);
+  // Used from a round's first add to the end of its push or complete only: one of the largest size
+  // serves all units whose sums aren't under way at once; [0] when W is 1.
+  static BufferSpec workspace(const UnitLayout& layout, const QuantumShare& share, int member);
 
-  // Layout, communicator and queue outlive this.
+  // Of the communicator's members; layout, communicator and queue outlive this.
   CanonicalSum(const UnitLayout& layout, const QuantumShare& share, Communicator& communicator,
                Queue& queue, const std::vector<View>& buffers, View workspace);
 
-  // Where the gradient that is pushed next may be made, to save a copy of it; empty: in the
-  // caller's own memory. One of the buffers.
-  View place();
+  // Where the gradient of the group's rank `source`, which is added next, may be made, to save a
+  // copy of it: one of places(). Empty: in the caller's own memory.
+  View place(int source = 0);
+  // All that place() can be, each [layout.count()] f32.
+  const std::vector<View>& places() const { return places_; }
 
-  // The gradient [layout.count()] f32 of this rank's quantum of the next round, padding zero; or an
-  // empty View when the share gives this rank none. Read only; free for reuse on return. Collective
-  // in every round under kSharded and in the last one under kLocal.
-  void push(const View& gradient);
-  // The same in two parts, between which the exchange goes on (Communicator::advance). Under
-  // kSharded the gradient must be left alone until complete() returns, under kLocal it is free at
-  // once. complete() is called after every start, and collective as push is.
-  void start(const View& gradient);
+  // The gradient [layout.count()] f32, padding zero, of the quantum that the group's rank `source`
+  // has in this round; called for each that has one, in order. Read only. Free for reuse on return,
+  // except in groups of one under kSharded: until the push, or complete(), returns.
+  void add(int source, const View& gradient);
+  // After a round's adds. Collective in every round under kSharded and in the last one under
+  // kLocal.
+  void push();
+  // The same in two parts, between which the exchange goes on (Communicator::advance). complete()
+  // is called after every start, and collective as push is.
+  void start();
   void complete();
+  // In groups of one: the gradient of this rank's quantum, or an empty View when it has none.
+  void push(const View& gradient);
+  void start(const View& gradient);
   // After all rounds: this rank's slice [slice.count()] of the sum, valid until the next push,
   // which starts another step.
   View finish();
 
  private:
-  bool prepare(const View& gradient);
+  std::int64_t quantum_of(int source) const;
+  TreeAccumulator& local_of(int source);
+  void begin_round();
+  void add_own(const View& gradient);
+  bool prepare();
   void take_in();
 
   const UnitLayout& layout_;
   QuantumShare share_;
   Communicator& communicator_;
   Slice slice_;
-  View workspace_;
-  TreeAccumulator local_;    // kLocal: whole units, this rank's run
-  TreeAccumulator sharded_;  // this rank's slice
+  View workspace_;  // what comes in
+  std::vector<View> places_;
+  std::vector<TreeAccumulator> local_;  // of whole units: see local_buffers
+  TreeAccumulator sharded_;             // this member's slice
+  View direct_;                         // groups of one under kSharded: the round's gradient
   std::int64_t round_ = 0;
-  std::vector<std::vector<TreeNode>> nodes_;  // of each rank, in the exchange to come
-  std::vector<View> own_;                     // this rank's slices of its own nodes
+  int added_ = 0;                             // sources of this round so far
+  std::vector<std::vector<TreeNode>> nodes_;  // of each member, in the exchange to come
+  std::vector<View> sums_;                    // this member's nodes, whole
+  std::vector<View> own_;                     // and its slices of them
   std::vector<Communicator::Message> sends_, receives_;
   Communicator::Transfer transfer_;
 };

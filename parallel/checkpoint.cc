@@ -392,13 +392,26 @@ std::optional<std::int64_t> step_of(const std::string& name, bool& partial) {
   return std::stoll(stem);
 }
 
+std::vector<std::string> f32_arrays(const hdf5::CheckpointFile& file) {
+  std::vector<std::string> arrays;
+  for (const char* group : {"params", "adamw", "state"}) {
+    for (const std::string& array : file.arrays(group)) {
+      if (!file.is_number(array)) arrays.push_back(array);
+    }
+  }
+  return arrays;
+}
+std::vector<std::string> state_numbers(const hdf5::CheckpointFile& file) {
+  std::vector<std::string> numbers = file.arrays("state");
+  std::erase_if(numbers, [&](const std::string& array) { return !file.is_number(array); });
+  return numbers;
+}
+
 // Structure only: every array has checksums of the right number.
 CheckpointMeta check_structure(const hdf5::CheckpointFile& file) {
   CheckpointMeta meta = file.meta();
-  for (const char* group : {"params", "adamw"}) {
-    for (const std::string& array : file.arrays(group)) {
-      file.checksums(array, file.shape(array).count() * kElement);
-    }
+  for (const std::string& array : f32_arrays(file)) {
+    file.checksums(array, file.shape(array).count() * kElement);
   }
   return meta;
 }
@@ -539,7 +552,10 @@ CheckpointMeta read_checkpoint_meta(const std::string& path) {
 }
 
 std::vector<std::string> checkpoint_parameters(const std::string& path) {
-  return hdf5::CheckpointFile(path).arrays("params");
+  const hdf5::CheckpointFile file(path);
+  std::vector<std::string> arrays = f32_arrays(file);
+  std::erase_if(arrays, [](const std::string& array) { return array.starts_with("adamw/"); });
+  return arrays;
 }
 
 std::vector<CheckpointEntry> list_checkpoints(const std::string& folder) {
@@ -608,24 +624,22 @@ std::vector<std::string> verify_checkpoint(const std::string& path) {
     const hdf5::CheckpointFile file(path);
     attempt([&] { file.meta(); });
     std::vector<float> piece;
-    for (const char* group : {"params", "adamw"}) {
-      for (const std::string& array : file.arrays(group)) {
-        attempt([&] {
-          const std::int64_t count = file.shape(array).count();
-          const std::vector<std::uint32_t> sums = file.checksums(array, count * kElement);
-          for (std::int64_t begin = 0; begin < count; begin += kChecksumElements) {
-            const std::int64_t end = std::min(count, begin + kChecksumElements);
-            piece.resize(static_cast<std::size_t>(end - begin));
-            file.read(array, begin, end, piece.data());
-            if (hdf5::crc_of(0, piece.data(), (end - begin) * kElement) !=
-                sums[static_cast<std::size_t>(begin / kChecksumElements)]) {
-              throw damaged(path, array_at(array, begin) + " or in the 16 MiB from there");
-            }
+    for (const std::string& array : f32_arrays(file)) {
+      attempt([&] {
+        const std::int64_t count = file.shape(array).count();
+        const std::vector<std::uint32_t> sums = file.checksums(array, count * kElement);
+        for (std::int64_t begin = 0; begin < count; begin += kChecksumElements) {
+          const std::int64_t end = std::min(count, begin + kChecksumElements);
+          piece.resize(static_cast<std::size_t>(end - begin));
+          file.read(array, begin, end, piece.data());
+          if (hdf5::crc_of(0, piece.data(), (end - begin) * kElement) !=
+              sums[static_cast<std::size_t>(begin / kChecksumElements)]) {
+            throw damaged(path, array_at(array, begin) + " or in the 16 MiB from there");
           }
-        });
-      }
+        }
+      });
     }
-    for (const std::string& array : file.arrays("state")) {
+    for (const std::string& array : state_numbers(file)) {
       attempt([&] {
         const std::int64_t value = file.read_state(array);
         if (hdf5::crc_of(0, &value, sizeof(value)) != file.checksums(array, sizeof(value))[0]) {
@@ -648,7 +662,7 @@ std::string hexadecimal(float value) {
 std::optional<CheckpointDifference> diff_array(const hdf5::CheckpointFile& a,
                                                const hdf5::CheckpointFile& b,
                                                const std::string& array) {
-  if (array.starts_with("state/")) {
+  if (array.starts_with("state/") && a.is_number(array) && b.is_number(array)) {
     const std::int64_t first = a.read_state(array);
     const std::int64_t second = b.read_state(array);
     if (first == second) return std::nullopt;

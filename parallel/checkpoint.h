@@ -23,7 +23,7 @@ struct CheckpointArray {
     std::int64_t end = 0;
     float* data = nullptr;  // element `begin`; the caller's; read by write, filled by read
   };
-  std::string name;  // "params/model.norm.weight", "adamw/m/...", "adamw/v/..."
+  std::string name;  // "params/model.norm.weight", "adamw/m/...", "adamw/v/...", "state/..."
   Shape shape;
   std::vector<Part> parts;
 };
@@ -61,7 +61,8 @@ void read_checkpoint(Communicator& communicator, const std::string& path,
 
 // Serial (HDF5 is not thread-safe): needs no MPI.
 CheckpointMeta read_checkpoint_meta(const std::string& path);
-// Serial. Names of the arrays under params/, sorted: "params/model.norm.weight".
+// Serial. Names of the arrays that the model computes with: "params/model.norm.weight",
+// "state/selection_bias/layers.3".
 std::vector<std::string> checkpoint_parameters(const std::string& path);
 std::string checkpoint_name(std::int64_t step);  // "step-00000100.h5"
 

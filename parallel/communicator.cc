@@ -64,6 +64,8 @@ const char* name_of(Traffic traffic) {
       return "gather";
     case Traffic::kReduce:
       return "reduce";
+    case Traffic::kExchange:
+      return "exchange";
     case Traffic::kControl:
       return "control";
   }
@@ -101,7 +103,20 @@ Communicator::Communicator(MPI_Comm parent, Activity* activity, std::int64_t cou
   TESSERA_CHECK(count_limit >= 1 && count_limit <= INT_MAX);
   // Whole pages, so that what follows the first part of a large transfer is aligned too.
   if (count_limit_ >= 65536) count_limit_ -= count_limit_ % 65536;
-  check(MPI_Comm_dup(parent, &comm_), "MPI_Comm_dup", "", -1);
+  MPI_Comm own = MPI_COMM_NULL;
+  check(MPI_Comm_dup(parent, &own), "MPI_Comm_dup", "", -1);
+  open(own);
+}
+
+Communicator::Communicator(const Communicator& parent, int color)
+    : activity_(parent.activity_), count_limit_(parent.count_limit_) {
+  MPI_Comm own = MPI_COMM_NULL;
+  check(MPI_Comm_split(parent.comm_, color, parent.rank_, &own), "MPI_Comm_split", "", -1);
+  open(own);
+}
+
+void Communicator::open(MPI_Comm own) {
+  comm_ = own;
   check(MPI_Comm_set_errhandler(comm_, MPI_ERRORS_RETURN), "MPI_Comm_set_errhandler", "", -1);
   check(MPI_Comm_rank(comm_, &rank_), "MPI_Comm_rank", "", -1);
   check(MPI_Comm_size(comm_, &size_), "MPI_Comm_size", "", -1);
@@ -135,6 +150,13 @@ void Communicator::reset_traffic() {
   traffic_ = {};
   most_in_flight_ = in_flight_count_;
   advance_seconds_ = 0.0;
+}
+
+void Communicator::Transfer::reserve(std::size_t messages) {
+  sends_.reserve(messages);
+  receives_.reserve(messages);
+  requests_.reserve(2 * messages);
+  request_peers_.reserve(2 * messages);
 }
 
 void Communicator::Transfer::forget() {

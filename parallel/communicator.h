@@ -35,9 +35,9 @@ class MpiSession {
 };
 
 // What a transfer is counted as.
-enum class Traffic : std::uint8_t { kGather, kReduce, kControl };
-constexpr std::size_t kTrafficKinds = 3;
-const char* name_of(Traffic traffic);  // "gather", "reduce", "control"
+enum class Traffic : std::uint8_t { kGather, kReduce, kExchange, kControl };
+constexpr std::size_t kTrafficKinds = 4;
+const char* name_of(Traffic traffic);  // "gather", "reduce", "exchange", "control"
 
 struct TrafficCount {
   std::int64_t calls = 0;
@@ -64,6 +64,8 @@ class Communicator : public BackgroundWork {
   // before and after. `count_limit` is the largest count that an MPI call is given.
   explicit Communicator(MPI_Comm parent, Activity* activity = nullptr,
                         std::int64_t count_limit = INT_MAX);
+  // Collective over `parent`: its ranks of the same color, in their order.
+  Communicator(const Communicator& parent, int color);
   ~Communicator();
   Communicator(const Communicator&) = delete;
   Communicator& operator=(const Communicator&) = delete;
@@ -88,6 +90,8 @@ class Communicator : public BackgroundWork {
    public:
     Transfer() = default;
     ~Transfer() { forget(); }
+    // Room for exchanges of so many messages each way, so that no later one allocates.
+    void reserve(std::size_t messages);
     Transfer(const Transfer&) = delete;
     Transfer& operator=(const Transfer&) = delete;
     bool started() const { return started_; }                    // and not finished
@@ -157,6 +161,7 @@ class Communicator : public BackgroundWork {
 
  private:
   class Operation;
+  void open(MPI_Comm own);
   void check(int code, const char* operation, std::string_view unit, int peer) const;
   void check(int code, Transfer& transfer, int peer);
   TrafficCount& count(Traffic traffic) { return traffic_[static_cast<std::size_t>(traffic)]; }

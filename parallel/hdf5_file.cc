@@ -207,6 +207,7 @@ CheckpointMeta CheckpointFile::meta() const {
   }
   meta.step = take("step");
   for (const std::string& array : arrays("state")) {
+    if (!is_number(array)) continue;
     meta.state[array.substr(std::strlen("state/"))] = read_state(array);
   }
   return meta;
@@ -268,6 +269,8 @@ void CheckpointFile::read(const std::string& array, std::int64_t begin, std::int
          std::to_string(end - 1) + " can't be read");
   }
 }
+
+bool CheckpointFile::is_number(const std::string& array) const { return shape(array).rank() == 0; }
 
 std::int64_t CheckpointFile::read_state(const std::string& array) const {
   std::int64_t value = 0;

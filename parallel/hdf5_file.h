@@ -70,6 +70,8 @@ class CheckpointFile {
   std::vector<std::string> arrays(const std::string& what) const;
   bool has(const std::string& array) const;
   Shape shape(const std::string& array) const;
+  // Under "state" stand single numbers, and f32 arrays.
+  bool is_number(const std::string& array) const;
   // `data` gets elements [begin, end) of an f32 array.
   void read(const std::string& array, std::int64_t begin, std::int64_t end, float* data) const;
   std::int64_t read_state(const std::string& array) const;
