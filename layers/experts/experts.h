@@ -86,6 +86,7 @@ class MixtureOfExperts : public Layer {
   ExpertsShape shape_;
   double deviation_, output_deviation_;
   DType dtype_;
+  SwiGlu shared_;  // its lists follow the layer's own where there is a shared expert
 };
 
 }  // namespace tessera
