@@ -7,6 +7,7 @@
 #include <span>
 #include <vector>
 
+#include "launch/router_result.h"
 #include "layers/stack.h"
 #include "optim/adamw.h"
 #include "optim/optim.pb.h"
@@ -134,17 +135,6 @@ class EnginePlan {
   std::vector<std::size_t> x_;        // input of each block, and of the head
   std::vector<std::size_t> saved_;    // of each block; all the same booking with recompute
   std::vector<std::size_t> batches_;  // tokens, labels, segments of each round
-};
-
-// What the routers of a step did, over all ranks; a value for each layer with experts, in order.
-struct RouterResult {
-  std::vector<std::int64_t> layers;  // their numbers
-  std::vector<std::vector<std::int64_t>>
-      loads;  // [N] choices of each expert, before any is dropped
-  std::vector<std::int64_t> dropped;
-  std::vector<double> entropy;  // mean over the tokens, nats
-  double auxiliary = 0.0;  // mean over the sequences, summed over the layers; 1 a layer is best
-  double z = 0.0;          // mean over the tokens, summed over the layers
 };
 
 struct StepResult {

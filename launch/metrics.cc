@@ -7,6 +7,7 @@
 #include <cstdio>
 #include <filesystem>
 #include <nlohmann/json.hpp>
+#include <numeric>
 
 #include "runtime/error.h"
 
@@ -27,11 +28,30 @@ class Object {
   }
   void number(const char* name, double value) {
     key(name);
+    this->value(value);
+  }
+  void value(double value) {
     if (std::isfinite(value)) {
       append(value);
     } else {
       out_ += "null";
     }
+  }
+  void integers(const char* name, const std::vector<std::int64_t>& list) {
+    key(name);
+    values(list);
+  }
+  void values(const std::vector<std::int64_t>& integers) {
+    list(integers, [&](std::int64_t value) { append(value); });
+  }
+  template <class List, class Write>
+  void list(const List& entries, const Write& write) {
+    out_ += '[';
+    for (std::size_t i = 0; i < entries.size(); ++i) {
+      if (i > 0) out_ += ", ";
+      write(entries[i]);
+    }
+    out_ += ']';
   }
   void text(const char* name, const std::string& value) {
     key(name);
@@ -164,6 +184,18 @@ void MetricsFile::write(const StepMetrics& metrics) {
   line.integer("transfers", metrics.transfers);
   line.integer("transfers_overlapped", metrics.transfers_overlapped);
   line.integer("transfers_in_flight", metrics.transfers_in_flight);
+  if (metrics.routers != nullptr) {
+    const RouterResult& routers = *metrics.routers;
+    line.number("aux_loss", routers.auxiliary);
+    line.number("z_loss", routers.z);
+    line.integer("exchange_bytes", metrics.exchange_bytes);
+    line.integers("expert_layers", routers.layers);
+    line.key("expert_load");
+    line.list(routers.loads, [&](const auto& loads) { line.values(loads); });
+    line.integers("expert_drops", routers.dropped);
+    line.key("router_entropy");
+    line.list(routers.entropy, [&](double entropy) { line.value(entropy); });
+  }
   line.close();
   write_line();
 }
@@ -229,7 +261,19 @@ double Progress::seconds_left() const {
   return rate > 0.0 ? static_cast<double>(tokens_left_) / rate : 0.0;
 }
 
-std::string Progress::line(const StepMetrics& metrics) const {
+void Progress::add_loads(const RouterResult& routers) {
+  if (loads_.layers.empty()) {
+    loads_ = routers;
+    return;
+  }
+  for (std::size_t l = 0; l < loads_.loads.size(); ++l) {
+    for (std::size_t e = 0; e < loads_.loads[l].size(); ++e) {
+      loads_.loads[l][e] += routers.loads[l][e];
+    }
+  }
+}
+
+std::string Progress::line(const StepMetrics& metrics) {
   std::string text = "step " + std::to_string(metrics.step + 1) + "/" +
                      std::to_string(total_steps_) +
                      formatted("  loss %.4f  lr %.2e  ", metrics.loss, metrics.learning_rate) +
@@ -237,7 +281,31 @@ std::string Progress::line(const StepMetrics& metrics) const {
   if (metrics.mfu) {
     text += formatted("  mfu %.1f %%", 100.0 * *metrics.mfu);
   }
-  return text + "  " + duration(seconds_left()) + " left";
+  text += "  " + duration(seconds_left()) + " left";
+  double least = kStarving;
+  std::size_t layer = 0, expert = 0;
+  std::int64_t starving = 0;
+  for (std::size_t l = 0; l < loads_.loads.size(); ++l) {
+    const std::vector<std::int64_t>& loads = loads_.loads[l];
+    const double mean =
+        std::accumulate(loads.begin(), loads.end(), 0.0) / static_cast<double>(loads.size());
+    for (std::size_t e = 0; e < loads.size(); ++e) {
+      const double share = static_cast<double>(loads[e]) / std::max(mean, 1.0);
+      starving += share < kStarving ? 1 : 0;
+      if (share >= least) continue;
+      least = share;
+      layer = l;
+      expert = e;
+    }
+  }
+  if (starving > 0) {
+    text += "  warning: expert " + std::to_string(expert) + " of layer " +
+            std::to_string(loads_.layers[layer]) +
+            formatted(" starves, with %.2f of the mean load", least);
+    if (starving > 1) text += ", and " + std::to_string(starving - 1) + " more";
+  }
+  loads_ = {};
+  return text;
 }
 
 }  // namespace tessera

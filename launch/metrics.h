@@ -9,6 +9,8 @@
 #include <utility>
 #include <vector>
 
+#include "launch/router_result.h"
+
 namespace tessera {
 
 // One training step. A value that isn't known (mfu without a known peak) is nullopt.
@@ -32,6 +34,10 @@ struct StepMetrics {
   std::int64_t transfers = 0;
   std::int64_t transfers_overlapped = 0;
   std::int64_t transfers_in_flight = 0;
+  // With experts: the caller's, until the next step; and the bytes that all ranks sent each other
+  // for tokens of experts.
+  const RouterResult* routers = nullptr;
+  std::int64_t exchange_bytes = 0;
 };
 
 struct ValidationMetrics {
@@ -73,13 +79,17 @@ class Progress {
   // After each step: its tokens, and the wall-clock seconds since the last step ended, so that
   // checkpoints and validation count.
   void step_done(std::int64_t tokens, double seconds);
+  // After each step with experts.
+  void add_loads(const RouterResult& routers);
   // Over the last 20 steps of this start; 0 before the first. The start's first step, which warms
   // up, counts only while it is the only one.
   double tokens_per_second() const;
   double seconds_left() const;  // 0 before the first step
   // After step 119: "step 120/2000  loss 3.1416  lr 3.00e-04  8,120 tokens/s  mfu 41.2 %  12 min 30
-  // s left"
-  std::string line(const StepMetrics& metrics) const;
+  // s left", and "  warning: expert 3 of layer 5 starves, with 0.04 of the mean load" when an
+  // expert had less than kStarving of the mean since the last line.
+  std::string line(const StepMetrics& metrics);
+  static constexpr double kStarving = 0.1;
 
  private:
   static constexpr std::int64_t kRecent = 20;
@@ -88,6 +98,7 @@ class Progress {
   std::int64_t tokens_left_;
   std::int64_t steps_ = 0;
   std::array<std::pair<std::int64_t, double>, kRecent> recent_{};  // a ring: tokens, seconds
+  RouterResult loads_;                                             // summed since the last line
 };
 
 }  // namespace tessera

@@ -4,6 +4,7 @@
 
 #include "launch/engine.h"
 #include "launch/trainer.h"
+#include "layers/experts/experts.h"
 
 namespace tessera {
 namespace {
@@ -14,13 +15,24 @@ std::int64_t count(const std::vector<ParameterSpec>& parameters) {
   return sum;
 }
 
+// Within what the plan books: kept by every block, or by one with recomputation.
+std::int64_t expert_row_bytes(const Stack& stack, const EngineOptions& options) {
+  std::int64_t saved = 0, scratch = 0;
+  for (const Block& block : stack.blocks()) {
+    if (block.experts() == nullptr) continue;
+    const MixtureOfExperts::RowBytes bytes = block.experts()->row_bytes(options.quantum);
+    saved = options.recompute ? std::max(saved, bytes.saved) : saved + bytes.saved;
+    scratch = std::max(scratch, bytes.scratch);
+  }
+  return saved + scratch;
+}
+
 }  // namespace
 
 RunSummary summarise(const Stack& stack, const Config& config, std::int64_t sequence_length,
                      int ranks) {
   RunSummary summary;
   summary.total_parameters = stack.parameter_count();
-  summary.active_parameters = summary.total_parameters;
   summary.embedding_parameters = count(stack.embedding().parameters());
   summary.head_parameters = count(stack.head().parameters());
   for (const Block& block : stack.blocks()) {
@@ -30,10 +42,19 @@ RunSummary summarise(const Stack& stack, const Config& config, std::int64_t sequ
     layer.feed_forward_parameters = count(block.feed_forward().parameters());
     layer.norm_parameters =
         count(block.parameters()) - layer.mixer_parameters - layer.feed_forward_parameters;
+    layer.active_parameters = count(block.parameters());
+    if (block.experts() != nullptr) {
+      const ExpertsShape& shape = block.experts()->shape();
+      const std::int64_t experts = count(block.expert_parameters());
+      layer.feed_forward_parameters += experts;
+      layer.active_parameters += experts / shape.experts * shape.active;
+    }
+    summary.active_parameters += layer.active_parameters;
     layer.mixer_flops_per_token = block.mixer().flops_per_token(sequence_length);
     layer.feed_forward_flops_per_token = block.feed_forward().flops_per_token(sequence_length);
     summary.layers.push_back(layer);
   }
+  summary.active_parameters += summary.embedding_parameters + summary.head_parameters;
   summary.forward_flops_per_token = stack.flops_per_token(sequence_length);
   summary.train_flops_per_token = 3 * summary.forward_flops_per_token;
   for (int rank = 0; rank < ranks; ++rank) {
@@ -41,12 +62,15 @@ RunSummary summarise(const Stack& stack, const Config& config, std::int64_t sequ
     if (plan.memory().bytes() > summary.bytes_per_rank) {
       summary.bytes_per_rank = plan.memory().bytes();
       summary.memory = plan.memory().categories();
+      summary.expert_row_bytes = expert_row_bytes(stack, plan.options());
     }
     const EnginePlan::Communication communication = plan.communication();
     summary.gather_bytes_per_step =
         std::max(summary.gather_bytes_per_step, communication.gather_bytes);
     summary.reduce_bytes_per_step =
         std::max(summary.reduce_bytes_per_step, communication.reduce_bytes);
+    summary.exchange_bytes_per_step =
+        std::max(summary.exchange_bytes_per_step, communication.exchange_bytes);
   }
   summary.memory.emplace_back("program and libraries", kLibraryBytes);
   summary.bytes_per_rank += kLibraryBytes;

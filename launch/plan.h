@@ -19,6 +19,7 @@ struct LayerSummary {
   std::string mixer;
   std::int64_t mixer_parameters = 0;
   std::int64_t feed_forward_parameters = 0;
+  std::int64_t active_parameters = 0;  // of mixer, feed-forward and norms, in one token's pass
   std::int64_t norm_parameters = 0;
   double mixer_flops_per_token = 0.0;  // forward
   double feed_forward_flops_per_token = 0.0;
@@ -35,8 +36,11 @@ struct RunSummary {
   // Of the rank that needs most.
   std::vector<std::pair<std::string, std::int64_t>> memory;  // by category; the last: libraries
   std::int64_t bytes_per_rank = 0;
+  // Within activations and scratch: rows of experts, if all tokens choose this rank's.
+  std::int64_t expert_row_bytes = 0;
   std::int64_t gather_bytes_per_step = 0;  // sent by one rank at most
   std::int64_t reduce_bytes_per_step = 0;
+  std::int64_t exchange_bytes_per_step = 0;  // when every expert is chosen equally often
 };
 
 // `config` is resolved as far as `sequence_length` goes (recipe's). Throws Error(kUsage).

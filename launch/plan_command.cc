@@ -23,6 +23,7 @@ struct PlanArguments {
   std::string config;
   std::vector<std::string> overrides;
   int ranks = 1;
+  int expert_ranks = 0;  // 0: the config's
   std::int64_t memory = 0;
   std::int64_t match = 0;
   bool json = false;
@@ -41,7 +42,11 @@ void line(const std::string& name, const std::string& value) {
   std::printf("  %-34s %20s\n", name.c_str(), value.c_str());
 }
 
-void print_json(const RunSummary& summary, int ranks) {
+struct Layout {
+  int ranks = 1, expert_ranks = 1;
+};
+
+void print_json(const RunSummary& summary, const Layout& layout) {
   nlohmann::ordered_json json;
   json["total_parameters"] = summary.total_parameters;
   json["active_parameters"] = summary.active_parameters;
@@ -54,16 +59,20 @@ void print_json(const RunSummary& summary, int ranks) {
          {"mixer_parameters", layer.mixer_parameters},
          {"feed_forward_parameters", layer.feed_forward_parameters},
          {"norm_parameters", layer.norm_parameters},
+         {"active_parameters", layer.active_parameters},
          {"mixer_flops_per_token", layer.mixer_flops_per_token},
          {"feed_forward_flops_per_token", layer.feed_forward_flops_per_token}});
   }
   json["forward_flops_per_token"] = summary.forward_flops_per_token;
   json["train_flops_per_token"] = summary.train_flops_per_token;
-  json["ranks"] = ranks;
+  json["ranks"] = layout.ranks;
+  json["expert_ranks"] = layout.expert_ranks;
   json["bytes_per_rank"] = summary.bytes_per_rank;
   for (const auto& [category, bytes] : summary.memory) json["memory"][category] = bytes;
+  json["expert_row_bytes"] = summary.expert_row_bytes;
   json["gather_bytes_per_step"] = summary.gather_bytes_per_step;
   json["reduce_bytes_per_step"] = summary.reduce_bytes_per_step;
+  json["exchange_bytes_per_step"] = summary.exchange_bytes_per_step;
   std::printf("%s\n", json.dump(2).c_str());
 }
 
@@ -88,7 +97,7 @@ void print_square(const RunSummary& summary, const Schedule& schedule) {
   std::printf("\n");
 }
 
-void print_table(const RunSummary& summary, int ranks) {
+void print_table(const RunSummary& summary, const Layout& layout) {
   std::printf("Layers (FLOPs per token of one forward pass)\n");
   std::printf("  %5s  %-14s %16s %16s %14s %14s\n", "layer", "mixer", "mixer", "feed-forward",
               "mixer FLOPs", "f.-f. FLOPs");
@@ -118,13 +127,20 @@ void print_table(const RunSummary& summary, int ranks) {
   line("forward", text);
   std::snprintf(text, sizeof(text), "%.6g", summary.train_flops_per_token);
   line("forward and backward", text);
-  std::printf("Bytes per rank, %d rank%s (of the rank that needs most)\n", ranks,
-              ranks == 1 ? "" : "s");
+  std::printf("Bytes per rank, %d rank%s", layout.ranks, layout.ranks == 1 ? "" : "s");
+  if (layout.expert_ranks > 1) std::printf(", experts over %d of them", layout.expert_ranks);
+  std::printf(" (of the rank that needs most)\n");
   for (const auto& [category, bytes] : summary.memory) line(category, grouped(bytes));
   line("total", grouped(summary.bytes_per_rank));
+  if (summary.expert_row_bytes > 0) {
+    line("of it experts' rows at worst", grouped(summary.expert_row_bytes));
+  }
   std::printf("Bytes sent per rank and step\n");
   line("gather", grouped(summary.gather_bytes_per_step));
   line("reduce", grouped(summary.reduce_bytes_per_step));
+  if (layout.expert_ranks > 1) {
+    line("exchange, if experts are balanced", grouped(summary.exchange_bytes_per_step));
+  }
 }
 
 // What to give as --set for this number of parameters.
@@ -155,6 +171,10 @@ void plan(const PlanArguments& arguments) {
     length = recipe.sequence_length;
     resolve(config, recipe, recipe.vocabulary_limit > 0 ? recipe.vocabulary_limit + 1 : 0);
   }
+  if (arguments.expert_ranks > 0) {
+    config.mutable_parallel()->set_expert_ranks(arguments.expert_ranks);
+  }
+  const Layout layout = {arguments.ranks, static_cast<int>(config.parallel().expert_ranks())};
   const Stack stack(config.model(), compute_type(config));
   if (arguments.match > 0) {
     print_match(config.model(), arguments);
@@ -162,10 +182,10 @@ void plan(const PlanArguments& arguments) {
   }
   const RunSummary summary = summarise(stack, config, length, arguments.ranks);
   if (arguments.json) {
-    print_json(summary, arguments.ranks);
+    print_json(summary, layout);
   } else {
     print_square(summary, config.model().schedule());
-    print_table(summary, arguments.ranks);
+    print_table(summary, layout);
   }
   check_memory(summary,
                arguments.memory > 0 ? arguments.memory : config.execution().memory_limit_bytes());
@@ -186,6 +206,10 @@ void add_plan_command(CLI::App& app) {
   command->add_option("--ranks", arguments->ranks, "Ranks to plan for")
       ->check(CLI::Range(1, 1 << 20))
       ->capture_default_str();
+  command
+      ->add_option("--expert-ranks", arguments->expert_ranks,
+                   "Ranks that hold the experts between them; else the config's")
+      ->check(CLI::Range(1, 1 << 20));
   command
       ->add_option("--memory", arguments->memory,
                    "Bytes a rank may use; a config that needs more is refused")

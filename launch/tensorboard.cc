@@ -97,6 +97,10 @@ void TensorBoardWriter::write(const StepMetrics& metrics) {
   if (metrics.mfu) {
     write_scalar("mfu", metrics.step, *metrics.mfu);
   }
+  if (metrics.routers != nullptr) {
+    write_scalar("aux_loss", metrics.step, metrics.routers->auxiliary);
+    write_scalar("z_loss", metrics.step, metrics.routers->z);
+  }
   flush();
 }
 

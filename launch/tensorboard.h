@@ -28,7 +28,8 @@ class TensorBoardWriter {
   // naming the file.
   TensorBoardWriter(const std::string& folder, std::int64_t next_step);
   ~TensorBoardWriter();
-  // Scalars loss, learning_rate, grad_norm, tokens_per_second, and mfu where it is known.
+  // Scalars loss, learning_rate, grad_norm, tokens_per_second, mfu where it is known, and
+  // with experts aux_loss and z_loss.
   void write(const StepMetrics& metrics);
   // Scalars validation/NAME.
   void write(const ValidationMetrics& metrics);

@@ -334,6 +334,12 @@ void Trainer::write_metrics(const StepResult& result, double rate, double second
   metrics.transfers = gather.calls + reduce.calls + exchange.calls;
   metrics.transfers_overlapped = gather.overlapped + reduce.overlapped + exchange.overlapped;
   metrics.transfers_in_flight = mesh.most_in_flight();
+  metrics.routers = result.routers;
+  if (result.routers != nullptr) {
+    progress_->add_loads(*result.routers);
+    metrics.exchange_bytes =
+        communicator_.all_reduce("exchange bytes", Reduction::kSum, exchange.bytes_sent);
+  }
   metrics.data_seconds = data_seconds;
   // Checkpoints and validation between steps count in the time left.
   const auto now = std::chrono::steady_clock::now();

@@ -352,10 +352,9 @@ class Call {
   View d_rows() const { return arranged(memory_.scratch[kDRows]); }
 
   View wide_input(const View& in) const {
-    return converted(queue_, in, DType::kF32,
-                     dtype_ == DType::kF32
-                         ? in
-                         : scratch(kWideIn, DType::kF32, {tokens_, shape_.width}));
+    return converted(
+        queue_, in, DType::kF32,
+        dtype_ == DType::kF32 ? in : scratch(kWideIn, DType::kF32, {tokens_, shape_.width}));
   }
 
   // Probabilities, choices, weights and the tokens' places; counts of what each rank gets.
@@ -386,9 +385,8 @@ class Call {
   void for_pieces(const Pack& pack, const Body& body) const;
   // One of this rank's experts' matrices.
   Matrix expert_matrix(std::size_t which, std::int64_t expert) const {
-    return matrix(
-        memory_.experts[which * static_cast<std::size_t>(sizes_.local) +
-                        static_cast<std::size_t>(expert)]);
+    return matrix(memory_.experts[which * static_cast<std::size_t>(sizes_.local) +
+                                  static_cast<std::size_t>(expert)]);
   }
   template <class T>
   T* saved(Saved which) const {
@@ -499,21 +497,20 @@ void Call::sum_statistics() const {
   }
   const View probabilities(const_cast<float*>(p), {tokens_, n});
   for_rows(queue_, tokens_, [&](std::int64_t token) {
-    sums[token * static_cast<std::int64_t>(kStatisticCount) + kAuxiliary] =
-        HWY_DYNAMIC_DISPATCH(dot_row)(elements(probabilities) + token * n,
-                                      elements(balance) + token / length * n, n);
+    sums[token * static_cast<std::int64_t>(kStatisticCount) + kAuxiliary] = HWY_DYNAMIC_DISPATCH(
+        dot_row)(elements(probabilities) + token * n, elements(balance) + token / length * n, n);
   });
   auto* const statistics = saved<double>(kStatistics);
   std::fill_n(statistics, kStatisticCount, 0.0);
   for (std::int64_t token = 0; token < tokens_; ++token) {
     for (std::size_t i = 0; i < kStatisticCount; ++i) {
-      statistics[i] += sums[token * static_cast<std::int64_t>(kStatisticCount) +
-                            static_cast<std::int64_t>(i)];
+      statistics[i] +=
+          sums[token * static_cast<std::int64_t>(kStatisticCount) + static_cast<std::int64_t>(i)];
     }
   }
   const auto positions = static_cast<double>(std::max<std::int64_t>(length, 1));
-  statistics[kAuxiliary] *= static_cast<double>(n) /
-                            (static_cast<double>(shape_.active) * positions * positions);
+  statistics[kAuxiliary] *=
+      static_cast<double>(n) / (static_cast<double>(shape_.active) * positions * positions);
 }
 
 void Call::exchange_counts() const {
@@ -569,8 +566,8 @@ void Call::start_rows(bool back, const View& sorted, const View& arranged,
                       std::string_view phase) const {
   if (!exchanges()) return;
   ExpertExchange& exchange = *memory_.exchange;
-  const auto part = [&](bool sends, int peer, const View& view, std::int64_t row,
-                        std::int64_t rows, std::int64_t columns) {
+  const auto part = [&](bool sends, int peer, const View& view, std::int64_t row, std::int64_t rows,
+                        std::int64_t columns) {
     if (rows == 0) return;
     const std::int64_t bytes = columns * size_of(view.dtype());
     std::byte* const data = view.raw() + row * bytes;
@@ -602,8 +599,8 @@ void Call::for_pieces(const Pack& pack, const Body& body) const {
   std::array<std::int64_t, kPackedExperts> experts{};
   const View packed = scratch(kPacked, DType::kF32, {sizes_.packed_bytes() / 4});
   const std::int64_t capacity_of_list = memory_.saved[kRows].extent(0) / kExpertRows;
-  auto* const pieces = reinterpret_cast<Piece*>(
-      scratch(kPieces, DType::kI64, {capacity_of_list * 3}).raw());
+  auto* const pieces =
+      reinterpret_cast<Piece*>(scratch(kPieces, DType::kI64, {capacity_of_list * 3}).raw());
   for (std::int64_t expert = 0; expert < sizes_.local;) {
     std::int64_t together = 0, count = 0;
     for (; expert < sizes_.local && together < sizes_.together; ++expert) {
@@ -623,7 +620,8 @@ void Call::for_pieces(const Pack& pack, const Body& body) const {
     }
     constexpr auto kCount = static_cast<std::int64_t>(kMatrices);
     queue_.parallel_for(together * kCount, [&](std::int64_t i, Worker&) {
-      const auto of = static_cast<std::size_t>(i / kCount), which = static_cast<std::size_t>(i % kCount);
+      const auto of = static_cast<std::size_t>(i / kCount),
+                 which = static_cast<std::size_t>(i % kCount);
       factors[of][which] = pack(which, experts[of], packed.raw() + i * sizes_.matrix_bytes);
     });
     queue_.parallel_for(count, [&](std::int64_t i, Worker& worker) {
@@ -745,9 +743,9 @@ void Call::logit_gradients(const View& d_weights, const View& d_logits) const {
   const View balance = scratch(kBalance, DType::kF32, {batch_.shape.batch, n});
   float* const of_loads = balance.as<float>();
   for (std::int64_t i = 0; i < balance.count(); ++i) {
-    of_loads[i] = static_cast<float>(shape_.auxiliary_coefficient * share *
-                                     static_cast<double>(n) * static_cast<double>(loads[i]) /
-                                     static_cast<double>(k * length));
+    of_loads[i] =
+        static_cast<float>(shape_.auxiliary_coefficient * share * static_cast<double>(n) *
+                           static_cast<double>(loads[i]) / static_cast<double>(k * length));
   }
   const View probabilities = memory_.saved[kProbabilities];
   for_rows(queue_, tokens_, [&](std::int64_t token) {
@@ -801,10 +799,10 @@ ExpertsShape experts_shape(const ExpertsConfig& config, std::int64_t width,
   shape.renormalise = config.has_renormalise() ? config.renormalise() : !config.has_latent();
   shape.selection_bias = config.selection_bias();
   const bool balanced_otherwise = config.has_latent() || config.selection_bias();
-  shape.auxiliary_coefficient = coefficient(
-      path + ".auxiliary_coefficient", config.has_auxiliary_coefficient()
-                                           ? config.auxiliary_coefficient()
-                                           : (balanced_otherwise ? 1e-4 : 0.01));
+  shape.auxiliary_coefficient =
+      coefficient(path + ".auxiliary_coefficient", config.has_auxiliary_coefficient()
+                                                       ? config.auxiliary_coefficient()
+                                                       : (balanced_otherwise ? 1e-4 : 0.01));
   shape.z_coefficient = coefficient(path + ".z_coefficient", config.z_coefficient());
   shape.capacity_factor = coefficient(path + ".capacity_factor", config.capacity_factor());
   return shape;
@@ -841,10 +839,9 @@ std::vector<ParameterSpec> MixtureOfExperts::parameters() const {
 std::vector<ParameterSpec> MixtureOfExperts::expert_parameters() const {
   const std::int64_t n = shape_.experts, m = shape_.inner, l = shape_.row_width();
   const Init normal = {Init::Kind::kNormal, deviation_};
-  return {
-      {"experts.gate_proj.weight", {n, m, l}, normal, true},
-      {"experts.up_proj.weight", {n, m, l}, normal, true},
-      {"experts.down_proj.weight", {n, l, m}, {Init::Kind::kNormal, output_deviation_}, true}};
+  return {{"experts.gate_proj.weight", {n, m, l}, normal, true},
+          {"experts.up_proj.weight", {n, m, l}, normal, true},
+          {"experts.down_proj.weight", {n, l, m}, {Init::Kind::kNormal, output_deviation_}, true}};
 }
 
 std::vector<BufferSpec> MixtureOfExperts::saved(BatchShape shape) const {
@@ -906,6 +903,17 @@ std::vector<BufferSpec> MixtureOfExperts::scratch(BatchShape shape) const {
   TESSERA_CHECK(list.size() == kScratchCount);
   if (shape_.shared > 0) append(list, shared_.scratch(shape));
   return list;
+}
+
+MixtureOfExperts::RowBytes MixtureOfExperts::row_bytes(BatchShape shape) const {
+  const auto sum = [&](const std::vector<BufferSpec>& buffers) {
+    std::int64_t bytes = 0;
+    for (const BufferSpec& buffer : buffers) {
+      if (buffer.shape[0] == received_rows(shape_, shape)) bytes += buffer.bytes();
+    }
+    return bytes;
+  };
+  return {sum(saved(shape)), sum(scratch(shape))};
 }
 
 double MixtureOfExperts::flops_per_token(std::int64_t length) const {
@@ -984,8 +992,7 @@ void MixtureOfExperts::forward(Queue& queue, const Batch& batch, const View& in,
     normed = z;
     rms_norm(queue, sum, p[places.norm], kNormEpsilon, normed, memory.saved[kInverseRms]);
   }
-  const View up_out =
-      shared ? call.scratch(kUpOut, DType::kF32, {tokens, shape_.width}) : out;
+  const View up_out = shared ? call.scratch(kUpOut, DType::kF32, {tokens, shape_.width}) : out;
   linear_forward(queue, matrix(normed), matrix(p[places.up]), matrix(up_out));
   if (shared) add(queue, out, up_out);
 }

@@ -65,6 +65,13 @@ class MixtureOfExperts : public Layer {
   // Bytes of rows that a token sends one way to all its experts, wherever they are.
   std::int64_t dispatched_bytes_per_token() const;
 
+  // Of saved() and scratch(): the bytes of rows that a rank may receive, if all tokens of its group
+  // choose as many of its experts as they can.
+  struct RowBytes {
+    std::int64_t saved = 0, scratch = 0;
+  };
+  RowBytes row_bytes(BatchShape shape) const;
+
   // With an exchange, collective in its group: a rank without a quantum calls it with a batch of no
   // sequences and computes its experts for the others.
   void forward(Queue& queue, const Batch& batch, const View& in, const View& out,
