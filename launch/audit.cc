@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "launch/together.h"
+#include "layers/experts/experts.h"
 #include "layers/mixers/mixers.h"
 #include "runtime/memory.h"
 #include "runtime/random.h"
@@ -29,6 +30,23 @@ std::vector<BufferSpec> buffers_of(const std::vector<ParameterSpec>& parameters)
 std::vector<ParameterSpec> with_prefix(const std::string& prefix, std::vector<ParameterSpec> list) {
   for (ParameterSpec& parameter : list) parameter.name = prefix + parameter.name;
   return list;
+}
+
+std::vector<ParameterSpec> all_parameters(const Block& block) {
+  std::vector<ParameterSpec> all = block.parameters();
+  for (ParameterSpec& parameter : block.expert_parameters()) all.push_back(std::move(parameter));
+  return all;
+}
+
+// Without capacities.
+void drop_nothing(ModelConfig& model) {
+  const auto change = [](FeedForwardConfig& config) {
+    if (config.has_experts()) config.mutable_experts()->clear_capacity_factor();
+  };
+  if (model.has_feed_forward()) change(*model.mutable_feed_forward());
+  for (FeedForwardRange& range : *model.mutable_feed_forward_range()) {
+    change(*range.mutable_feed_forward());
+  }
 }
 
 std::vector<AuditSize> sizes_of(const std::vector<Block>& blocks) {
@@ -154,7 +172,9 @@ class Walk {
   std::vector<std::uint32_t> replacement_;  // what the token at each position is changed to
 
   std::unique_ptr<Arena> arena_;
-  std::vector<View> parameters_;
+  std::vector<View> parameters_;  // of the unit at work; a block's experts stacked, behind the rest
+  std::vector<View> experts_;     // their matrices
+  std::vector<float> selection_bias_;
   std::vector<Family> families_;
   std::byte *parameter_room_ = nullptr, *saved_room_ = nullptr, *scratch_room_ = nullptr;
   View in_, out_, base_out_;
@@ -170,6 +190,7 @@ Walk::Walk(const AuditSubject& subject, const AuditOptions& options, Device& dev
       device_(device),
       communicator_(communicator),
       seed_(options.seed) {
+  drop_nothing(model_);
   const auto layers = static_cast<std::int64_t>(schedule_types(model_.schedule()).size());
   const auto make_blocks = [&] {
     std::vector<Block> blocks;
@@ -237,7 +258,7 @@ void Walk::grant() {
   std::int64_t parameters = Layout(buffers_of(embedding_->parameters())).bytes();
   std::int64_t saved = 0, scratch = 0;
   for (const Block& block : blocks_) {
-    parameters = std::max(parameters, Layout(buffers_of(block.parameters())).bytes());
+    parameters = std::max(parameters, Layout(buffers_of(all_parameters(block))).bytes());
     saved = std::max(saved, Layout(block.saved(shape)).bytes());
     scratch = std::max(scratch, Layout(block.scratch(shape)).bytes());
   }
@@ -304,8 +325,15 @@ void Walk::load(const std::vector<ParameterSpec>& parameters) {
 void Walk::load_embedding() { load(with_prefix("model.embed_tokens.", embedding_->parameters())); }
 
 void Walk::load_block(std::int64_t layer) {
-  load(with_prefix("model.layers." + std::to_string(layer) + ".",
-                   blocks_[static_cast<std::size_t>(layer)].parameters()));
+  const Block& block = blocks_[static_cast<std::size_t>(layer)];
+  load(with_prefix("model.layers." + std::to_string(layer) + ".", all_parameters(block)));
+  experts_ = expert_matrices(std::span(parameters_).subspan(block.parameters().size()));
+  parameters_.resize(block.parameters().size());
+  selection_bias_.clear();
+  if (block.experts() == nullptr || !block.experts()->shape().selection_bias) return;
+  const std::int64_t experts = block.experts()->shape().experts;
+  selection_bias_.resize(static_cast<std::size_t>(experts));
+  if (subject_.selection_bias) subject_.selection_bias(layer, {selection_bias_.data(), {experts}});
 }
 
 // The base, with the token at `changed` replaced unless it is -1.
@@ -337,8 +365,12 @@ View Walk::forward(const Block& block, const Family& family, std::span<const Vie
   const std::vector<View> saved = Layout(block.saved(now.shape)).views(saved_room_);
   const std::vector<View> scratch = Layout(block.scratch(now.shape)).views(scratch_room_);
   const View out = out_.slice(0, sequences * plan_.length);
-  block.forward(device_.queue(), now, in_.slice(0, sequences * plan_.length), out,
-                {parameters_, saved, scratch});
+  LayerMemory memory = {parameters_, saved, scratch, experts_};
+  if (!selection_bias_.empty()) {
+    const auto experts = static_cast<std::int64_t>(selection_bias_.size());
+    memory.selection_bias = View(selection_bias_.data(), {experts});
+  }
+  block.forward(device_.queue(), now, in_.slice(0, sequences * plan_.length), out, memory);
   return out;
 }
 

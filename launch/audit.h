@@ -26,12 +26,16 @@ namespace tessera {
 constexpr double kAuditThreshold = 1e-6;
 
 struct AuditSubject {
-  ModelConfig model;  // its length is replaced by the audit's: no parameter depends on it
+  // Its length is replaced by the audit's: no parameter depends on it. Nothing is dropped of what
+  // experts are chosen for, for the audit's length isn't that which capacity is meant for.
+  ModelConfig model;
   // The mixer of a layer; may be called more than once for each.
   std::function<std::unique_ptr<Layer>(const ModelConfig& model, std::int64_t layer)> mixer;
   // Fills a unit's parameters (full names, f32), in any order of units and more than once for each.
   std::function<void(std::span<const ParameterSpec> parameters, std::span<const View> values)>
       parameters;
+  // Fills a layer's selection bias [N], for those that have one; empty: zeros.
+  std::function<void(std::int64_t layer, const View& bias)> selection_bias;
 };
 
 // The model itself with the parameters that its inits draw from `seed`.

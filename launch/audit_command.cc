@@ -16,6 +16,7 @@
 #include "launch/config.h"
 #include "launch/numbers.h"
 #include "launch/plan.h"
+#include "launch/router_result.h"
 #include "launch/together.h"
 #include "parallel/checkpoint.h"
 #include "runtime/error.h"
@@ -57,6 +58,11 @@ void read_parameters(AuditSubject& subject, const std::string& path, Communicato
                         {{0, values[i].count(), values[i].as<float>()}}});
     }
     read_checkpoint(alone, path, arrays);
+  };
+  subject.selection_bias = [path, &alone](std::int64_t layer, const View& bias) {
+    const CheckpointArray array = {
+        selection_bias_name(layer), bias.shape(), {{0, bias.count(), bias.as<float>()}}};
+    read_checkpoint(alone, path, std::span(&array, 1));
   };
 }
 

@@ -15,6 +15,7 @@
 #include <optional>
 
 #include "launch/config_fields.h"
+#include "layers/configuration.h"
 #include "runtime/error.h"
 
 namespace tessera {
@@ -617,6 +618,7 @@ Config load_config(const std::string& name, const std::vector<std::string>& over
     const int line = line_of(fault->path, places);
     refuse(path + (line > 0 ? ":" + std::to_string(line) : "") + ": " + what);
   }
+  complete(*config.mutable_model());
   return config;
 }
 

@@ -729,7 +729,7 @@ std::vector<CheckpointArray> Engine::arrays(bool moments) {
   for (Router& router : routers_) {
     if (router.bias.empty()) continue;
     arrays.push_back(
-        {"state/selection_bias/layers." + std::to_string(router.layer), Shape{router.experts}, {}});
+        {selection_bias_name(static_cast<std::int64_t>(router.layer)), Shape{router.experts}, {}});
     if (communicator_.rank() == 0) {
       arrays.back().parts.push_back({0, router.experts, router.bias.data()});
     }

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <string>
 #include <vector>
 
 namespace tessera {
@@ -16,5 +17,10 @@ struct RouterResult {
   double auxiliary = 0.0;  // mean over the sequences, summed over the layers; 1 a layer is balance
   double z = 0.0;          // mean over the tokens, summed over the layers
 };
+
+// The array of a checkpoint that holds a layer's selection bias [N].
+inline std::string selection_bias_name(std::int64_t layer) {
+  return "state/selection_bias/layers." + std::to_string(layer);
+}
 
 }  // namespace tessera

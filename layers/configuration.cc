@@ -30,17 +30,30 @@ double require_positive(const std::string& path, double value) {
 
 namespace {
 
-// Either the width of one SwiGLU or experts, whose shape is theirs to judge.
+// Experts' shape is theirs to judge.
 void validate_feed_forward(const std::string& path, const FeedForwardConfig& config) {
-  if (!config.has_experts()) {
-    require_range(path + ".width", config.width(), 1, kMaxFeedForwardWidth);
-  } else if (config.has_width()) {
-    refuse(path + ".width", "must not be set beside experts, which have their own",
-           std::to_string(config.width()));
-  }
+  if (config.has_experts()) return;
+  require_range(path + ".width", config.width(), 1, kMaxFeedForwardWidth);
 }
 
 }  // namespace
+
+void complete(ExpertsConfig& config) {
+  if (!config.has_renormalise()) config.set_renormalise(!config.has_latent());
+  if (!config.has_auxiliary_coefficient()) {
+    config.set_auxiliary_coefficient(config.has_latent() || config.selection_bias() ? 1e-4 : 0.01);
+  }
+}
+
+void complete(ModelConfig& config) {
+  const auto complete_one = [](FeedForwardConfig& feed_forward) {
+    if (feed_forward.has_experts()) complete(*feed_forward.mutable_experts());
+  };
+  if (config.has_feed_forward()) complete_one(*config.mutable_feed_forward());
+  for (FeedForwardRange& range : *config.mutable_feed_forward_range()) {
+    if (range.has_feed_forward()) complete_one(*range.mutable_feed_forward());
+  }
+}
 
 void validate(const ModelConfig& config) {
   require_range("model.width", config.width(), 1, kMaxWidth);

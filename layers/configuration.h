@@ -27,6 +27,10 @@ std::int64_t require_range(const std::string& path, std::int64_t value, std::int
 // Finite and above 0.
 double require_positive(const std::string& path, double value);
 
+// Sets what isn't set and whose default depends on other fields.
+void complete(ExpertsConfig& config);
+void complete(ModelConfig& config);
+
 // The fields that every unit shares: width, vocabulary, length, epsilon, deviation, feed-forward.
 // `length` must have been set (the recipe's when the config says 0).
 void validate(const ModelConfig& config);

@@ -783,8 +783,10 @@ double coefficient(const std::string& path, double value) {
 
 }  // namespace
 
-ExpertsShape experts_shape(const ExpertsConfig& config, std::int64_t width,
+ExpertsShape experts_shape(const ExpertsConfig& given, std::int64_t width,
                            const std::string& path) {
+  ExpertsConfig config = given;
+  complete(config);
   ExpertsShape shape;
   shape.width = width;
   shape.experts = require_range(path + ".experts", config.experts(), 1, kMaxExperts);
@@ -796,16 +798,24 @@ ExpertsShape experts_shape(const ExpertsConfig& config, std::int64_t width,
     shape.latent = require_range(path + ".latent.width", config.latent().width(), 1, kMaxWidth);
     shape.latent_norm = config.latent().norm();
   }
-  shape.renormalise = config.has_renormalise() ? config.renormalise() : !config.has_latent();
+  shape.renormalise = config.renormalise();
   shape.selection_bias = config.selection_bias();
-  const bool balanced_otherwise = config.has_latent() || config.selection_bias();
   shape.auxiliary_coefficient =
-      coefficient(path + ".auxiliary_coefficient", config.has_auxiliary_coefficient()
-                                                       ? config.auxiliary_coefficient()
-                                                       : (balanced_otherwise ? 1e-4 : 0.01));
+      coefficient(path + ".auxiliary_coefficient", config.auxiliary_coefficient());
   shape.z_coefficient = coefficient(path + ".z_coefficient", config.z_coefficient());
   shape.capacity_factor = coefficient(path + ".capacity_factor", config.capacity_factor());
   return shape;
+}
+
+std::vector<View> expert_matrices(std::span<const View> stacked) {
+  std::vector<View> matrices;
+  for (const View& parameter : stacked) {
+    const Shape shape = {parameter.extent(1), parameter.extent(2)};
+    for (std::int64_t expert = 0; expert < parameter.extent(0); ++expert) {
+      matrices.push_back(parameter.slice(expert, expert + 1).reshaped(shape));
+    }
+  }
+  return matrices;
 }
 
 MixtureOfExperts::MixtureOfExperts(const ExpertsShape& shape, double deviation,

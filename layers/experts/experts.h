@@ -44,6 +44,10 @@ struct ExpertsShape {
 ExpertsShape experts_shape(const ExpertsConfig& config, std::int64_t width,
                            const std::string& path);
 
+// Of stacked parameters [N, ...] that are all here, the matrices as LayerMemory::experts lists
+// them.
+std::vector<View> expert_matrices(std::span<const View> stacked);
+
 // Parameters: router.weight [N, d] (f32); with a latent space latent_down.weight [l, d],
 // latent_norm.weight [l], latent_up.weight [d, l]; with a shared expert shared_expert.gate_proj
 // .weight, .up_proj.weight [m_s, d], .down_proj.weight [d, m_s].
