@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "parallel/canonical_sum.h"
+#include "parallel/mesh.h"
 
 namespace tessera {
 namespace {
@@ -173,6 +174,99 @@ INSTANTIATE_TEST_SUITE_P(All, Policies,
                            if (info.param.second == SumOrder::kPlain) return "Plain";
                            return info.param.first == Accumulate::kSharded ? "Sharded" : "Local";
                          });
+
+// Ranks in groups, each member adding the gradients of its whole group: the same formula.
+TEST_P(Policies, GroupsGiveTheFormulaBitForBit) {
+  const auto [policy, order] = GetParam();
+  Communicator world(MPI_COMM_WORLD);
+  const UnitLayout layout = unit();
+  std::int64_t in_place = 0, sent = 0;
+  for (int group = 1; group <= world.size(); ++group) {
+    if (world.size() % group != 0) continue;
+    Mesh mesh(world, group);
+    Communicator& members = mesh.shard_group();
+    const Slice slice = layout.slice(members.rank(), members.size());
+    std::vector<std::vector<float>> gradients;
+    for (std::int64_t quanta = 1; quanta <= 19; ++quanta) {
+      gradients.push_back(gradient_of(layout, quanta - 1));
+      const std::vector<float> expected =
+          order == SumOrder::kTree ? tree(gradients) : by_ranks(gradients, world.size());
+      const QuantumShare share(policy, quanta, world.size(), order, group);
+      Queue queue(1);
+      const Grant grant(CanonicalSum::buffers(layout, share, members.rank()));
+      const Grant workspace(CanonicalSum::workspace(layout, share, members.rank()));
+      CanonicalSum sum(layout, share, members, queue, grant.views(), workspace.views()[0]);
+      members.reset_traffic();
+      for (int step = 0; step < 3; ++step) {
+        for (std::int64_t round = 0; round < share.rounds(); ++round) {
+          std::vector<std::vector<float>> kept;  // in groups of one until the sum is complete
+          for (int source = 0; source < group; ++source) {
+            const std::int64_t q = share.quantum(round, members.rank() * group + source);
+            if (q == QuantumShare::kNone) continue;
+            kept.push_back(gradients[static_cast<std::size_t>(q)]);
+            View view(kept.back().data(), Shape{layout.count()});
+            const View place = step == 1 ? sum.place(source) : View();
+            if (!place.empty()) {
+              ++in_place;
+              std::memcpy(place.raw(), view.raw(), static_cast<std::size_t>(view.bytes()));
+              view = place;
+            }
+            sum.add(source, view);
+            if (group > 1) std::fill(kept.back().begin(), kept.back().end(), 7.0F);
+          }
+          if (step == 2) {
+            sum.start();
+            sum.complete();
+          } else {
+            sum.push();
+          }
+        }
+        const View mine = sum.finish();
+        ASSERT_EQ(mine.count(), slice.count());
+        EXPECT_EQ(std::memcmp(mine.raw(), expected.data() + slice.begin,
+                              static_cast<std::size_t>(mine.bytes())),
+                  0)
+            << "groups of " << group << ", " << quanta << " quanta, step " << step;
+      }
+      EXPECT_TRUE(grant.intact());
+      EXPECT_TRUE(workspace.intact());
+      const std::int64_t away = (layout.count() - slice.count()) * 4;
+      EXPECT_EQ(members.traffic(Traffic::kReduce).bytes_sent,
+                3 * away * share.sums_sent(members.rank()));
+      sent += members.traffic(Traffic::kReduce).bytes_sent;
+    }
+  }
+  EXPECT_GT(in_place, 0);
+  EXPECT_EQ(sent > 0, world.size() > 1) << "nothing was exchanged";
+}
+
+// Within a round a group adds whole subtrees up before it sends them.
+TEST(CanonicalSum, GroupsSendLess) {
+  const QuantumShare apart(Accumulate::kSharded, 32, 8),
+      fours(Accumulate::kSharded, 32, 8, SumOrder::kTree, 4);
+  EXPECT_EQ(apart.sums_sent(0), 4);
+  EXPECT_EQ(fours.sums_sent(0), 4);  // of one part in four
+  EXPECT_EQ(fours.members(), 2);
+  const QuantumShare odd(Accumulate::kSharded, 11, 6, SumOrder::kTree, 3);
+  EXPECT_EQ(odd.sums_sent(0), 2 + 2);  // (0 1) 2, (6 7) 8
+  EXPECT_EQ(odd.sums_sent(1), 2 + 2);  // 3 (4 5), 9 10
+}
+
+TEST(CanonicalSum, RefusesAGroupsGradientThatIsMissingOrTwice) {
+  Communicator world(MPI_COMM_WORLD);
+  Communicator alone(world, world.rank());
+  const UnitLayout layout = unit();
+  const QuantumShare share(Accumulate::kSharded, 4, 2, SumOrder::kTree, 2);
+  Queue queue(1);
+  const Grant grant(CanonicalSum::buffers(layout, share, 0));
+  const Grant workspace(CanonicalSum::workspace(layout, share, 0));
+  CanonicalSum sum(layout, share, alone, queue, grant.views(), workspace.views()[0]);
+  std::vector<float> gradient = gradient_of(layout, 0);
+  const View view(gradient.data(), Shape{layout.count()});
+  sum.add(0, view);
+  EXPECT_THROW(sum.add(0, view), Error);
+  EXPECT_THROW(sum.push(), Error);
+}
 
 // The case that the parts above have to meet: a rank's slice holds pieces of several parameters.
 TEST(CanonicalSum, SlicesOfTheTestStraddleParameters) {
