@@ -17,6 +17,12 @@ std::int64_t parameters_at(ModelConfig model, std::int64_t width, std::int64_t w
 
 // The count is linear in width * layers + r.
 ParameterMatch match_parameters(const ModelConfig& model, std::int64_t target) {
+  if (model.feed_forward().has_experts() || model.feed_forward_range_size() > 0) {
+    throw Error(
+        ExitCode::kUsage,
+        "--match: finds one width for all layers' feed-forwards, and can't for a model with "
+        "experts or feed_forward_range");
+  }
   const auto layers = static_cast<std::int64_t>(schedule_types(model.schedule()).size());
   const std::int64_t least = parameters_at(model, 1, 0);
   const std::int64_t step = (parameters_at(model, 2, 0) - least) / layers;

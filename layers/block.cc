@@ -39,7 +39,7 @@ MixerContext context_of(const ModelConfig& config, std::int64_t layer, DType com
   return {config, layer, layers, compute};
 }
 
-// What stands in this layer: the last range that names it, else the model's own.
+// What stands in this layer: the range's that it is in, else the model's own.
 std::unique_ptr<Layer> make_feed_forward(const MixerContext& context) {
   const ModelConfig& model = context.model;
   const FeedForwardConfig* config = &model.feed_forward();

@@ -67,6 +67,13 @@ void validate(const ModelConfig& config) {
     const FeedForwardRange& range = config.feed_forward_range(i);
     require_range(path + ".first", range.first(), 0, kMaxLayers);
     require_range(path + ".last", range.last(), range.first(), kMaxLayers);
+    for (int j = 0; j < i; ++j) {
+      const FeedForwardRange& other = config.feed_forward_range(j);
+      if (range.first() > other.last() || other.first() > range.last()) continue;
+      refuse(path + ".first",
+             "its layers must not be those of model.feed_forward_range[" + std::to_string(j) + "]",
+             std::to_string(range.first()));
+    }
     validate_feed_forward(path + ".feed_forward", range.feed_forward());
     require_range(path + ".feed_forward.wider_layers", range.feed_forward().wider_layers(), 0, 0);
   }

@@ -186,6 +186,33 @@ TEST_F(ConfigTest, B35_BrokenConfigsNameLinePathAndNearestField) {
        "width:", ":3: model.width: ", "expected a whole number (64 bits), got vocabulary"},
       {"no colon", "width: 64", "width 64", ":3: model.width: ", "not protobuf text format"},
       {"an open quote", "\"corpus\"", "\"corpus", ":15: ", "String literals cannot cross line"},
+      {"a width beside experts", "feed_forward { width: 128 }",
+       "feed_forward { width: 128 experts { experts: 4 active: 2 width: 16 } }",
+       ":13: model.feed_forward.experts: ", "another member of oneof"},
+      {"no number of experts", "feed_forward { width: 128 }",
+       "feed_forward { experts { active: 2 width: 16 } }",
+       ":13: model.feed_forward.experts.experts: ", "must be at least 1, is 0"},
+      {"more experts than there are", "feed_forward { width: 128 }",
+       "feed_forward { experts { experts: 4 active: 5 width: 16 } }",
+       ":13: model.feed_forward.experts.active: ", "must be at most 4, is 5"},
+      {"a capacity below 0", "feed_forward { width: 128 }",
+       "feed_forward { experts { experts: 4 active: 2 width: 16 capacity_factor: -1 } }",
+       ":13: model.feed_forward.experts.capacity_factor: ", "above 0, is -1"},
+      {"a latent space of nothing", "feed_forward { width: 128 }",
+       "feed_forward { experts { experts: 4 active: 2 width: 16 latent { } } }",
+       ":13: model.feed_forward.experts.latent.width: ", "must be at least 1, is 0"},
+      {"a layer in two ranges", "feed_forward { width: 128 }",
+       "feed_forward { width: 128 } feed_forward_range { first: 1 last: 2 feed_forward { width: 3 "
+       "} "
+       "} feed_forward_range { first: 2 last: 3 feed_forward { width: 4 } }",
+       ":13: model.feed_forward_range[1].first: ", "model.feed_forward_range[0]"},
+      {"a range beyond the layers", "feed_forward { width: 128 }",
+       "feed_forward { width: 128 } feed_forward_range { first: 1 last: 4 feed_forward { width: 3 "
+       "} "
+       "}",
+       ":13: model.feed_forward_range[0].last: ", "must be at most 3, is 4"},
+      {"no expert ranks", "warmup_steps: 10", "} parallel { expert_ranks: 0",
+       ":23: parallel.expert_ranks: ", "expected at least 1, got 0"},
       {"layers without end", "layers: 4", "layers: 4000000000",
        ":5: model.schedule.periodic.layers: ", "expected at most 10000"},
   };
@@ -475,6 +502,27 @@ TEST_F(ConfigTest, TheResolvedConfigReadsBackAsItself) {
   EXPECT_EQ(numerics(again), numerics(config));
   EXPECT_EQ(again.data().recipe(), config.data().recipe());
   EXPECT_EQ(again.train().seed(), 18446744073709551615U);
+}
+
+// What isn't set and depends on other fields is filled in, and stands in what a checkpoint keeps.
+TEST_F(ConfigTest, ExpertsDefaultsDependOnTheirKind) {
+  const auto experts_of = [&](const std::string& more) {
+    std::string text = kGood;
+    text.replace(text.find("width: 128"), 10,
+                 "experts { experts: 4 active: 2 width: 16 " + more + " }");
+    const Config config = load(text);
+    EXPECT_EQ(resolved_text(load(resolved_text(config))), resolved_text(config));
+    EXPECT_THAT(numerics(config), HasSubstr("model.feed_forward.experts.renormalise="));
+    EXPECT_THAT(numerics(config), Not(HasSubstr("model.feed_forward.width")));
+    return config.model().feed_forward().experts();
+  };
+  EXPECT_TRUE(experts_of("").renormalise());
+  EXPECT_EQ(experts_of("").auxiliary_coefficient(), 0.01);
+  EXPECT_EQ(experts_of("selection_bias: true").auxiliary_coefficient(), 1e-4);
+  EXPECT_EQ(experts_of("auxiliary_coefficient: 0").auxiliary_coefficient(), 0);
+  EXPECT_FALSE(experts_of("latent { width: 8 }").renormalise());
+  EXPECT_EQ(experts_of("latent { width: 8 }").auxiliary_coefficient(), 1e-4);
+  EXPECT_TRUE(experts_of("latent { width: 8 } renormalise: true").renormalise());
 }
 
 TEST(ReadyConfigs, AllOfThemLoad) {

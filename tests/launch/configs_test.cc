@@ -126,6 +126,8 @@ TEST(ReadyConfigs, TheFlagshipIsThePapers) {
     sum += layer.mixer_parameters + layer.feed_forward_parameters + layer.norm_parameters;
   }
   EXPECT_EQ(summary.total_parameters, sum);
+  EXPECT_EQ(summary.total_parameters, 6'586'356'320);
+  EXPECT_EQ(summary.active_parameters, 3'118'191'200);
   // The identities that the authors published.
   EXPECT_EQ(summary.layers[0].mixer, "nsa");
   EXPECT_EQ(summary.layers[12].mixer, "hybrid");

@@ -1,11 +1,15 @@
-// The parameter matcher and the table of explicit letters.
+// What plan says, the parameter matcher and the table of explicit letters.
+#include "launch/plan.h"
+
 #include <gmock/gmock.h>
 #include <google/protobuf/text_format.h>
 #include <gtest/gtest.h>
 
 #include <set>
 
+#include "launch/engine.h"
 #include "launch/match.h"
+#include "launch/trainer.h"
 #include "layers/mixers/mixers.h"
 #include "runtime/error.h"
 
@@ -66,6 +70,68 @@ TEST(Match, B35_WhatCantBeIsRefused) {
   };
   EXPECT_THAT(refusal(count(model, 1, 0) - 1), testing::StartsWith("--match: the model has "));
   EXPECT_THAT(refusal(std::int64_t{1} << 50), testing::HasSubstr("feed-forward of width "));
+}
+
+TEST(Match, RefusesExperts) {
+  ModelConfig model = model_of(3);
+  model.mutable_feed_forward()->mutable_experts()->set_experts(4);
+  EXPECT_THROW(match_parameters(model, 100'000), Error);
+}
+
+// The flagship's 6,586,356,320 parameters, on every layout: each rank's slices add up to all of
+// them with their padding, once; gathers, sums and tokens on their way shrink as they should.
+TEST(Plan, TheFlagshipIsSharedOutOnceOnEveryLayout) {
+  Config config = load_config("aether_7b");
+  const Stack stack(config.model(), DType::kBF16);
+  for (const int ranks : {16, 32, 64}) {
+    std::int64_t all = 0, gathered = INT64_MAX;
+    for (const int expert_ranks : {1, 2, 4, 8, 16}) {
+      config.mutable_parallel()->set_expert_ranks(expert_ranks);
+      std::int64_t held = 0, padded = 0;
+      for (int rank = 0; rank < ranks; ++rank) {
+        const EnginePlan plan(stack, engine_options(config, 4096, rank, ranks));
+        for (const auto& [category, bytes] : plan.memory().categories()) {
+          if (category == "master parameters") held += bytes;
+        }
+        for (const ShardedUnit& unit : plan.units()) {
+          // Of its group, each rank's experts once; of the rest, all.
+          if (unit.experts ? rank < expert_ranks : rank == 0) padded += unit.layout.count();
+        }
+        if (rank == 0) {
+          EXPECT_LT(plan.communication().gather_bytes, gathered);
+          gathered = plan.communication().gather_bytes;
+          EXPECT_EQ(plan.communication().exchange_bytes > 0, expert_ranks > 1);
+        }
+      }
+      EXPECT_GE(padded, 6'586'356'320);
+      EXPECT_LT(padded, 6'586'356'320 + 49 * 40 * 1024);
+      EXPECT_EQ(held, 4 * padded);
+      if (all == 0) all = padded;
+      EXPECT_EQ(padded, all);
+      gathered = expert_ranks == 16 ? INT64_MAX : gathered;
+    }
+  }
+}
+
+TEST(Plan, B37_WhatCantFitIsRefusedByTheLargestLine) {
+  Config config = load_config("aether_7b");
+  config.mutable_parallel()->set_expert_ranks(8);
+  const Stack stack(config.model(), DType::kBF16);
+  const RunSummary summary = summarise(stack, config, 4096, 16);
+  EXPECT_EQ(summary.total_parameters, 6'586'356'320);
+  EXPECT_EQ(summary.active_parameters, 3'118'191'200);
+  EXPECT_GT(summary.expert_row_bytes, 0);
+  EXPECT_NO_THROW(check_memory(summary, summary.bytes_per_rank));
+  try {
+    check_memory(summary, summary.bytes_per_rank - 1);
+    FAIL() << "accepted";
+  } catch (const Error& error) {
+    EXPECT_EQ(error.code(), ExitCode::kUsage);
+    EXPECT_THAT(error.what(), testing::HasSubstr(std::to_string(summary.bytes_per_rank)));
+    EXPECT_THAT(error.what(), testing::HasSubstr("the largest part is "));
+  }
+  config.mutable_parallel()->set_expert_ranks(3);
+  EXPECT_THROW(summarise(stack, config, 4096, 16), Error);
 }
 
 TEST(Schedule, EveryTypeHasALetterOfItsOwn) {

@@ -94,12 +94,19 @@ BIG = ["model.width=512", "model.vocabulary=48000", "model.feed_forward.width=14
        "train.global_batch=8", "train.micro_batch=4", "validation.every=0", "checkpoint.every=0", "train.steps=2"]
 
 
+# In place of the one SwiGLU; a rank has room for all tokens of both, whatever they choose.
+EXPERTS = ["model.feed_forward.experts.experts=25", "model.feed_forward.experts.active=7",
+           "model.feed_forward.experts.width=640", "model.feed_forward.experts.shared_width=256",
+           "model.vocabulary=64000"]
+
+
 def test_B37_peak_memory_is_what_plan_says():
     """At 1 GB a rank or more, within 10 %."""
     for ranks, more in ((1, []), (2, ["train.micro_batch=2", "model.vocabulary=80000"]),
                         (2, ["execution.recompute=true", "parallel.gather=PER_STEP",
                              "parallel.accumulate=LOCAL", "train.micro_batch=2",
-                             "model.vocabulary=60000"])):
+                             "model.vocabulary=60000"]),
+                        (2, EXPERTS + ["parallel.expert_ranks=2"])):
         sets = [flag for value in BIG + more for flag in ("--set", value)]
         config = h.make_config(4)
         planned = json.loads(h.run([h.TESSERA, "plan", "--config", config, "--json", "--ranks",
@@ -133,6 +140,8 @@ BROKEN = [
     ("train.steps=-4", "steps"),
     ("model.vocabulary=100", "vocabulary"),
     ("data.recipe=/nowhere/recipe.textproto", "/nowhere/recipe.textproto"),
+    ("model.feed_forward.experts.active=3", "experts.experts"),
+    ("parallel.expert_ranks=0", "expert_ranks"),
 ]
 
 

@@ -128,7 +128,8 @@ def numbers(folder):
     for entry in metrics(folder):
         kept.append({key: repr(value) for key, value in entry.items()
                      if key in ("step", "tokens", "sample", "loss", "learning_rate", "grad_norm",
-                                "validation_loss", "stopped")})
+                                "validation_loss", "stopped", "expert_load", "aux_loss",
+                                "z_loss", "router_entropy")})
     return kept
 
 
