@@ -68,8 +68,10 @@ struct StackRun {
         queue, batch.batch, x(layers), scale, d_x, parameters.back().views(),
         d_parameters.back().views(), head_scratch[0].views());
     for (std::size_t l = layers; l-- > 0;) {
-      stack.blocks()[l].backward(queue, batch.batch, x(l), d_x, d_parameters[l + 1].views(),
-                                 memory(l));
+      stack.blocks()[l].backward_feed_forward(queue, batch.batch, d_x, d_parameters[l + 1].views(),
+                                              memory(l));
+      stack.blocks()[l].backward_mixer(queue, batch.batch, x(l), d_x, d_parameters[l + 1].views(),
+                                       memory(l));
     }
     stack.embedding().backward(queue, batch.batch, d_x, d_parameters[0].views(),
                                embedding_scratch[0].views());
