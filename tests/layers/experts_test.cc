@@ -10,6 +10,7 @@
 
 #include "runtime/products.h"
 #include "tests/layers/count_allocations.h"
+#include "tests/layers/oracle.h"
 #include "tests/layers/testing.h"
 #include "tests/reference/experts.h"
 
@@ -291,6 +292,59 @@ TEST(Experts, Bf16AgreesWithFloat64) {
   }
 }
 
+// Against values that PyTorch computed in float64 (tests/oracle/make_experts.py), whose step has
+// the router's own losses too.
+TEST(Experts, AgreesWithTheOracle) {
+  const nlohmann::json record = read_oracle("experts");
+  for (const auto& [name, stored] : record["cases"].items()) {
+    SCOPED_TRACE(name);
+    const nlohmann::json& s = stored["settings"];
+    ExpertsShape shape = shape_of(s["width"], s["experts"], s["active"], s["inner"], s["shared"],
+                                  s["latent"], s["norm"], s["renormalise"]);
+    shape.auxiliary_coefficient = s["auxiliary"];
+    shape.z_coefficient = s["z"];
+    shape.capacity_factor = s["capacity_factor"];
+    const MixtureOfExperts layer(shape, 0.02, 0.01);
+    ExpertsRun run(layer, {s["batch"], s["length"], 2, s["step_sequences"]});
+    fill(run.in(), stored["inputs"]["x"]);
+    fill(run.d_out(), stored["d_out"]);
+    std::vector<float> bias = s["bias"];
+    if (!bias.empty()) run.bias = View(bias.data(), {shape.experts});
+    std::vector<std::pair<View, View>> all;  // values and gradients, in the order of specs
+    std::vector<ParameterSpec> specs = layer.parameters();
+    for (std::size_t i = 0; i < specs.size(); ++i) {
+      all.emplace_back(run.parameters[i], run.d_parameters[i]);
+    }
+    for (const ParameterSpec& spec : layer.expert_parameters()) {
+      const std::size_t i = specs.size() - run.parameters.size();
+      all.emplace_back(run.all.values[i], run.d_stacks[i]);
+      specs.push_back(spec);
+    }
+    ASSERT_EQ(stored["inputs"].size(), specs.size() + 1);
+    for (std::size_t i = 0; i < specs.size(); ++i) {
+      fill(all[i].first, stored["inputs"].at(specs[i].name));
+    }
+    run.step();
+    const std::int64_t length = roundings_of(shape), tokens = run.plan.rows();
+    expect_close("out", run.out(), array_of(stored["out"]), length);
+    expect_close("d_in", run.d_in(), array_of(stored["gradients"]["x"]), length);
+    for (std::size_t i = 0; i < specs.size(); ++i) {
+      expect_close("d_" + specs[i].name, all[i].second,
+                   array_of(stored["gradients"].at(specs[i].name)), length + tokens);
+    }
+    const RouterStatistics found = run.statistics();
+    const nlohmann::json& expected = stored["statistics"];
+    for (std::size_t e = 0; e < found.loads.size(); ++e) {
+      EXPECT_EQ(found.loads[e], expected["loads"][e].get<std::int64_t>()) << e;
+    }
+    EXPECT_EQ(found.dropped, expected["dropped"].get<std::int64_t>());
+    const double allowed = 1e-5 * static_cast<double>(tokens);
+    EXPECT_NEAR(found.auxiliary, expected["auxiliary"].get<double>(), allowed);
+    EXPECT_NEAR(found.z, expected["z"].get<double>(), allowed * 10.0);
+    EXPECT_NEAR(found.entropy, expected["entropy"].get<double>(), allowed);
+  }
+}
+
 // ---- Forced routings
 
 // Every token's logits become those that `logit` says, exactly: column 0 of the input is 1 and the
@@ -449,7 +503,7 @@ TEST(Experts, NotFiniteInputIsSeenAndHarmless) {
     run.in().as<float>()[6 * 41 + 2] = bad;
     run.step();
     double sum = 0.0;
-    for (const float value : values(run.out())) sum += static_cast<double>(value);
+    for (std::int64_t i = 0; i < run.out().count(); ++i) sum += run.out().as<float>()[i];
     EXPECT_FALSE(std::isfinite(sum));
     const std::vector<std::int32_t> chosen = run.choices();
     for (std::size_t t = 0; t < 90; ++t) {
