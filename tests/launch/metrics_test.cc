@@ -288,6 +288,53 @@ TEST(Progress, TheLineSaysStepLossRateAndTimeLeft) {
   EXPECT_THAT(done.line(metrics), EndsWith("  0 s left"));
 }
 
+RouterResult routers(std::vector<std::int64_t> first, std::vector<std::int64_t> second) {
+  RouterResult routers;
+  routers.layers = {1, 4};
+  routers.loads = {std::move(first), std::move(second)};
+  routers.dropped = {0, 3};
+  routers.entropy = {1.25, NAN};
+  routers.auxiliary = 2.5;
+  routers.z = 0.125;
+  return routers;
+}
+
+TEST_F(MetricsTest, ExpertsStandInTheStepsLine) {
+  MetricsFile file(path_, 0);
+  StepMetrics metrics = step(0);
+  const RouterResult result = routers({10, 20, 30}, {7, 5000000000});
+  metrics.routers = &result;
+  metrics.exchange_bytes = 12345678901;
+  file.write(metrics);
+  file.write(step(1));
+  const auto line = lines()[0];
+  EXPECT_EQ(line["expert_layers"].dump(), "[1,4]");
+  EXPECT_EQ(line["expert_load"].dump(), "[[10,20,30],[7,5000000000]]");
+  EXPECT_EQ(line["expert_drops"].dump(), "[0,3]");
+  EXPECT_EQ(line["router_entropy"].dump(), "[1.25,null]");
+  EXPECT_EQ(line["aux_loss"].get<double>(), 2.5);
+  EXPECT_EQ(line["z_loss"].get<double>(), 0.125);
+  EXPECT_EQ(line["exchange_bytes"].get<std::int64_t>(), 12345678901);
+  EXPECT_FALSE(lines()[1].contains("expert_load")) << "without experts there is nothing to say";
+}
+
+// Over the steps since the last line, not of one alone.
+TEST(Progress, TheLineWarnsOfExpertsThatStarve) {
+  Progress progress(100, 1000);
+  progress.step_done(10, 1.0);
+  progress.add_loads(routers({0, 20, 40}, {10, 10}));
+  progress.add_loads(routers({8, 12, 40}, {10, 10}));  // 8 of a mean of 40
+  EXPECT_THAT(progress.line(step(1)), testing::Not(HasSubstr("starve")));
+  progress.add_loads(routers({1, 20, 39}, {10, 10}));  // 1 of 20
+  EXPECT_THAT(progress.line(step(2)),
+              EndsWith(" left  warning: expert 0 of layer 1 starves, with 0.05 of the mean load"));
+  progress.add_loads(routers({1, 20, 39}, {20, 0}));
+  EXPECT_THAT(
+      progress.line(step(3)),
+      EndsWith("  warning: expert 1 of layer 4 starves, with 0.00 of the mean load, and 1 more"));
+  EXPECT_THAT(progress.line(step(4)), testing::Not(HasSubstr("starve"))) << "begins anew";
+}
+
 // --- TensorBoard -------------------------------------------------------------------------------
 
 TEST(Crc32c, VectorsOfRfc3720) {

@@ -70,6 +70,17 @@ class ShardedState {
         }
       }
     }
+    // An array of the run's state, the last rank's alone.
+    CheckpointArray bias = {"state/selection_bias/layers.0", Shape{25}, {}};
+    if (communicator.rank() == communicator.size() - 1) {
+      std::vector<float>& values = shards_.emplace_back(25);
+      for (std::int64_t i = 0; i < 25; ++i) {
+        values[static_cast<std::size_t>(i)] =
+            filled ? checkpoint_value(bias.name, i) : std::nanf("");
+      }
+      bias.parts.push_back({0, 25, values.data()});
+    }
+    arrays_.push_back(std::move(bias));
   }
   std::vector<CheckpointArray>& arrays() { return arrays_; }
   // Every element is the one that was saved, bit for bit.

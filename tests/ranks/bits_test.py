@@ -128,6 +128,7 @@ def test_B01_same_samples_on_every_layout():
     for ranks in (2, 3, 8):
         assert dump(ranks) == first
     assert dump(4, ["parallel.accumulate=LOCAL"]) == first
+    assert dump(4, ["parallel.expert_ranks=2"]) == first
     stream = h.run([h.TESSERA, "data", "stream", "--recipe", h.make_data() + "/recipe.textproto",
                     "--data", h.make_data() + "/shards", "--from", "5", "--to", "6", "--digest"])
     assert stream.stdout.split()[0] == first[5], stream.stdout

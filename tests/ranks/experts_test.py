@@ -170,6 +170,13 @@ def test_expert_ranks_that_dont_divide_are_refused():
         assert done.stderr.count("tessera:") == 1, done.stderr
 
 
+def test_expert_ranks_without_experts_change_nothing():
+    for ranks, e in ((1, 1), (4, 2)):
+        h.train(h.make_config(4), h.new_folder(f"dense-{e}"), ranks,
+                sets=[f"parallel.expert_ranks={e}"])
+    h.assert_same_run(h.FOLDER + "/dense-2", h.FOLDER + "/dense-1")
+
+
 def test_parameters_and_biases_of_another_run():
     source = h.last_checkpoint(reference("F32"))
     first = h.new_folder("from-1")
