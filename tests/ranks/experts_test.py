@@ -80,6 +80,14 @@ def test_same_bits_with_other_micro_batches():
         h.assert_same_run(folder, reference("F32", micro_batch))
 
 
+def test_B20_the_routers_losses_dont_depend_on_the_cut():
+    steps = [h.metrics(reference("F32", micro_batch))[0] for micro_batch in (1, 2, 7, 14)]
+    for step in steps[1:]:
+        assert step["expert_load"] == steps[0]["expert_load"]
+        for key in ("loss", "aux_loss", "z_loss", "grad_norm"):
+            assert abs(step[key] - steps[0][key]) < 1e-6 * steps[0][key], (key, step, steps[0])
+
+
 def test_B11_B13_resumed_on_other_ranks_and_expert_ranks():
     for precision in ("F32", "BF16"):
         folder = h.new_folder("resumed")
