@@ -1,6 +1,4 @@
-// The vector kernels of every instruction set that this machine has: the others are what users
-// elsewhere run.
-#include <hwy/targets.h>
+#include "tests/layers/targets.h"
 
 #include "layers/mixers/mixers.h"
 #include "layers/swiglu/swiglu.h"
@@ -8,26 +6,6 @@
 
 namespace tessera::testing {
 namespace {
-
-void choose(std::int64_t targets) {
-  hwy::SetSupportedTargetsForTest(targets);  // 0: what the processor has
-  hwy::GetChosenTarget().Update(hwy::SupportedTargets());
-}
-
-// Calls body once for the best instruction set, then for each by itself.
-template <class Body>
-void for_targets(const Body& body) {
-  choose(0);
-  const std::int64_t supported = hwy::SupportedTargets() & HWY_TARGETS;
-  body("the best");
-  for (int bit = 0; bit < 63; ++bit) {
-    const std::int64_t target = supported & (std::int64_t{1} << bit);
-    if (target == 0) continue;
-    choose(target);
-    body(hwy::TargetName(target));
-  }
-  choose(0);
-}
 
 void expect_same(const Layer& layer, const TestBatch& batch, std::int64_t width,
                  std::int64_t length) {
