@@ -37,6 +37,7 @@ struct Layout {
   int expert_ranks = 1;
   bool recompute = false;
   Accumulate accumulate = Accumulate::kSharded;
+  bool gather_per_step = false;
 };
 
 // An engine on the ranks of `parent`, its batches filled with the same tokens wherever it runs.
@@ -75,6 +76,7 @@ struct TestRun {
     options.quanta = quanta;
     options.recompute = layout.recompute;
     options.accumulate = layout.accumulate;
+    options.gather_per_step = layout.gather_per_step;
     return options;
   }
   std::int64_t count() const { return plan.share().count(communicator.rank()); }
@@ -321,6 +323,30 @@ TEST(Experts, RowsReallyCrossRanksAndNothingIsAllocated) {
       straddling += pieces.size() > 1 ? 1 : 0;
     }
     EXPECT_GT(straddling, 0);
+  }
+}
+
+// What plan says of parameters' and gradients' traffic is what is sent, within groups and across
+// them; under every policy.
+TEST(Experts, PlannedTrafficIsTheTrafficSent) {
+  const ModelConfig model = model_of("experts: 25 active: 3 width: 13 shared_width: 9", 23);
+  for (const int e : expert_ranks(world_size())) {
+    for (const Accumulate accumulate : {Accumulate::kSharded, Accumulate::kLocal}) {
+      for (const bool per_step : {false, true}) {
+        for (const std::int64_t quanta : {8, 11}) {
+          Layout layout = {e, per_step, accumulate};
+          layout.gather_per_step = per_step;
+          TestRun run(MPI_COMM_WORLD, model, quanta, layout);
+          const EnginePlan::Communication planned = run.plan.communication();
+          for (int step = 0; step < 2; ++step) {
+            run.engine.mesh().reset_traffic();
+            run.step();
+            EXPECT_EQ(run.engine.mesh().traffic(Traffic::kGather).bytes_sent, planned.gather_bytes);
+            EXPECT_EQ(run.engine.mesh().traffic(Traffic::kReduce).bytes_sent, planned.reduce_bytes);
+          }
+        }
+      }
+    }
   }
 }
 
