@@ -438,6 +438,7 @@ void Engine::forward_block(std::size_t l, const Batch* batch) {
   const Batch* const work = at_work(l, batch);
   const std::size_t u = l + 1, experts = plan_.experts_of(l);
   prefetch(experts);
+  if (exchange_) exchange_->set_unit(plan_.units()[u].layout.name());
   activity_.set("forward", plan_.units()[u].layout.name());
   if (work != nullptr) block.forward_mixer(device_.queue(), *work, x_[l], memory(u));
   if (experts != kNone) gather(experts, kNone);
@@ -470,6 +471,7 @@ void Engine::backward(const Batch* batch, std::int64_t round) {
     take_turn(u);
     // The output isn't needed again: it goes where the next block's input was.
     if (plan_.options().recompute) forward_block(l, batch);
+    if (exchange_) exchange_->set_unit(plan_.units()[u].layout.name());
     activity_.set("backward", plan_.units()[u].layout.name());
     if (experts != kNone) gather(experts, kNone);
     const std::span<const View> d_parameters =

@@ -239,9 +239,12 @@ void train(const TrainArguments& arguments, Communicator& communicator, Activity
                 config.execution().memory_limit_bytes(), kLibraryBytes);
   if (communicator.rank() == 0) {
     const std::int64_t step_tokens = config.train().global_batch() * stream->sequence_length();
-    std::printf("%s parameters on %d rank%s, %s each; %s steps of %s tokens; run in %s\n",
+    const std::int64_t expert_ranks = config.parallel().expert_ranks();
+    const std::string groups =
+        expert_ranks > 1 ? ", experts over " + std::to_string(expert_ranks) + " of them" : "";
+    std::printf("%s parameters on %d rank%s%s, %s each; %s steps of %s tokens; run in %s\n",
                 std::to_string(stack->parameter_count()).c_str(), communicator.size(),
-                communicator.size() == 1 ? "" : "s", device.description().c_str(),
+                communicator.size() == 1 ? "" : "s", groups.c_str(), device.description().c_str(),
                 std::to_string(config.train().steps()).c_str(), std::to_string(step_tokens).c_str(),
                 folder.path.c_str());
     print_mixture(config, *stream);

@@ -77,7 +77,10 @@ void GroupExchange::receive(int peer, std::byte* data, std::int64_t bytes) {
 }
 
 void GroupExchange::start(std::string_view phase) {
-  group_.start_exchange(transfer_, Traffic::kExchange, phase, sends_, receives_);
+  name_ = unit_;
+  name_ += ' ';
+  name_ += phase;
+  group_.start_exchange(transfer_, Traffic::kExchange, name_, sends_, receives_);
   sends_.clear();
   receives_.clear();
 }

@@ -4,6 +4,8 @@
 #pragma once
 
 #include <optional>
+#include <string>
+#include <vector>
 
 #include "parallel/communicator.h"
 #include "runtime/device.h"
@@ -55,9 +57,12 @@ class GroupExchange : public ExpertExchange {
   void receive(int peer, std::byte* data, std::int64_t bytes) override;
   void start(std::string_view phase) override;
   void finish() override;
+  // Whose exchanges come: stands before their phases in errors and for the watchdog.
+  void set_unit(std::string_view unit) { unit_ = unit; }
 
  private:
   Communicator& group_;
+  std::string unit_, name_;
   std::vector<Communicator::Message> sends_, receives_;
   Communicator::Transfer transfer_;
 };

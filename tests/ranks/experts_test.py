@@ -42,11 +42,13 @@ def make_config(name="experts", steps=6, micro_batch=2, latent=LATENT):
     return path
 
 
-def cover():
+def cover(precision):
     if not h.LONG:
         return COVER
     policies = [[], ["parallel.accumulate=LOCAL"], ["parallel.gather=PER_STEP"],
                 ["execution.recompute=true", "parallel.prefetch=false"]]
+    if precision == "BF16":
+        policies = policies[:1]
     return [(ranks, e, threads, more)
             for ranks in (1, 2, 3, 4, 5, 8, 16) for e in range(1, ranks + 1) if ranks % e == 0
             for threads in (1, 2) for more in policies]
@@ -64,7 +66,7 @@ def reference(precision, micro_batch=2):
 
 def test_same_bits_wherever_the_experts_are():
     for precision in ("F32", "BF16"):
-        for ranks, e, threads, more in cover():
+        for ranks, e, threads, more in cover(precision):
             folder = h.new_folder("cover")
             h.train(make_config("experts-2"), folder, ranks,
                     sets=more + [f"parallel.expert_ranks={e}", f"execution.threads={threads}",
@@ -97,6 +99,17 @@ def test_B11_B13_resumed_on_other_ranks_and_expert_ranks():
                           f"train.precision={precision}", "execution.recompute=true"])
         assert h.numbers(folder) == h.numbers(reference(precision))
         h.assert_same_file(h.last_checkpoint(folder), h.last_checkpoint(reference(precision)))
+
+
+def test_fast_is_repeatable_and_close():
+    fast = ["parallel.reduction=FAST", "parallel.expert_ranks=2"]
+    folders = [h.new_folder("fast-1"), h.new_folder("fast-2")]
+    for folder in folders:
+        h.train(make_config("experts-2"), folder, 4, sets=fast)
+    h.assert_same_run(folders[1], folders[0])
+    for ours, theirs in zip(h.metrics(folders[0]), h.metrics(reference("F32"))):
+        if "loss" in ours:
+            assert abs(ours["loss"] - theirs["loss"]) < 1e-3 * theirs["loss"]
 
 
 def test_over_tcp():
