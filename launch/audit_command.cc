@@ -13,6 +13,7 @@
 #include "data/recipe.h"
 #include "launch/audit.h"
 #include "launch/audit_certificate.h"
+#include "launch/checkpoint_model.h"
 #include "launch/config.h"
 #include "launch/numbers.h"
 #include "launch/plan.h"
@@ -34,18 +35,6 @@ struct AuditArguments {
   AuditOptions options;
   bool json = false;
 };
-
-// The lines of the model alone; its length may differ, for no parameter depends on it.
-std::string model_lines(const std::string& numerics) {
-  std::string lines;
-  for (std::size_t begin = 0; begin < numerics.size();) {
-    const std::size_t end = std::min(numerics.find('\n', begin), numerics.size());
-    const std::string line = numerics.substr(begin, end - begin);
-    if (line.starts_with("model.") && !line.starts_with("model.length=")) lines += line + "\n";
-    begin = end + 1;
-  }
-  return lines;
-}
 
 // Parameters come from the file, on each rank all of them.
 void read_parameters(AuditSubject& subject, const std::string& path, Communicator& alone) {
@@ -78,28 +67,14 @@ Config read_config(AuditArguments& arguments, AuditedModel& model, Communicator&
       if (checkpoint.empty()) {
         throw Error(ExitCode::kUsage, "--config or --checkpoint is required");
       }
-      arguments.config = (fs::absolute(checkpoint).parent_path().parent_path() / "config.textproto")
-                             .lexically_normal()
-                             .string();
-      if (!fs::exists(arguments.config)) {
-        throw Error(ExitCode::kUsage, arguments.config +
-                                          ": no such file; name the checkpoint's config by "
-                                          "--config");
-      }
+      arguments.config = config_of_checkpoint(arguments.checkpoint);
     }
     Config config = load_config(arguments.config, arguments.overrides);
     if (config.model().length() == 0 && fs::exists(config.data().recipe())) {
       config.mutable_model()->set_length(read_recipe(config.data().recipe()).sequence_length);
     }
     if (!checkpoint.empty()) {
-      const auto text = meta.texts.find("config");
-      const auto differences = compare_numerics(
-          model_lines(text == meta.texts.end() ? "" : text->second), model_lines(numerics(config)));
-      if (!differences.empty()) {
-        throw Error(ExitCode::kUsage, differences[0].path + ": " + arguments.checkpoint + " has " +
-                                          differences[0].saved + ", the config has " +
-                                          differences[0].now);
-      }
+      check_model(config, meta, arguments.checkpoint);
       step = std::to_string(meta.step);
     }
     if (arguments.out.empty()) {
