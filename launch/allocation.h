@@ -4,6 +4,7 @@
 #pragma once
 
 #include <cstdint>
+#include <nlohmann/json.hpp>
 #include <optional>
 #include <span>
 #include <string>
@@ -79,5 +80,17 @@ Budgets budgets(const AllocationArm& arm, const Regime& narrow, const Regime& wi
 // (ascending, one a block), their balancing the original's: a loss of 1e-4 beside the bias.
 ModelConfig ranges_of(const AllocationArm& arm, std::span<const std::int64_t> layers,
                       const Regime& narrow, const Regime& wide);
+
+// What an allocation is made of.
+struct Allocation {
+  std::int64_t width = 0;  // d
+  Regime narrow, wide;
+  std::vector<std::int64_t> layers;  // with experts, ascending
+  std::string origin;                // of the number of narrow blocks, in words
+  std::int64_t narrow_blocks = 0;    // 0: no place to split was found
+};
+// Regimes and their budgets, the arms with what they cost, and each as lines of a config.
+std::string allocation_table(const Allocation& allocation);
+nlohmann::ordered_json allocation_json(const Allocation& allocation);
 
 }  // namespace tessera

@@ -1,7 +1,5 @@
 #include "launch/audit_command.h"
 
-#include <unistd.h>
-
 #include <algorithm>
 #include <cstdio>
 #include <filesystem>
@@ -15,6 +13,7 @@
 #include "launch/audit_certificate.h"
 #include "launch/checkpoint_model.h"
 #include "launch/config.h"
+#include "launch/layer_progress.h"
 #include "launch/numbers.h"
 #include "launch/plan.h"
 #include "launch/router_result.h"
@@ -123,28 +122,9 @@ void print(const AuditedModel& model, const AuditResult& result, const std::stri
               verdict_line(result).c_str());
 }
 
-// The layer that is at work, on one line of a terminal; nothing where there is none.
-class Progress {
- public:
-  explicit Progress(bool speaks) : speaks_(speaks && isatty(STDERR_FILENO) != 0) {}
-  ~Progress() {
-    if (speaks_) std::fprintf(stderr, "\r            \r");
-  }
-  Progress(const Progress&) = delete;
-  Progress& operator=(const Progress&) = delete;
-  void show(std::int64_t layer) const {
-    if (!speaks_) return;
-    std::fprintf(stderr, "\rlayer %lld", static_cast<long long>(layer));
-    std::fflush(stderr);
-  }
-
- private:
-  bool speaks_;
-};
-
 AuditResult audit_visibly(const AuditSubject& subject, const AuditOptions& options, bool speaks,
                           Device& device, Communicator& communicator) {
-  const Progress progress(speaks);
+  const LayerProgress progress(speaks);
   return audit(subject, options, device, communicator,
                [&](std::int64_t layer) { progress.show(layer); });
 }

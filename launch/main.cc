@@ -12,6 +12,7 @@
 #include "launch/ckpt_command.h"
 #include "launch/data_command.h"
 #include "launch/plan_command.h"
+#include "launch/probe_command.h"
 #include "launch/profile_command.h"
 #include "launch/signals.h"
 #include "launch/tokenize.h"
@@ -44,6 +45,7 @@ int main(int argc, char** argv) {
     tessera::add_ckpt_command(app, exit_code);
     tessera::add_audit_command(app, exit_code);
     tessera::add_profile_command(app);
+    tessera::add_probe_command(app, exit_code);
     app.parse(argc, argv);
   } catch (const CLI::ParseError& error) {
     if (error.get_exit_code() == 0) return app.exit(error);  // --help, --version

@@ -5,7 +5,6 @@
 #include <cmath>
 #include <memory>
 #include <numeric>
-#include <optional>
 #include <utility>
 
 #include "data/loader.h"
@@ -82,23 +81,23 @@ class Walk {
   void load(const std::vector<ParameterSpec>& parameters);
   void embed();
   void pass(std::int64_t layer);
-  void gather(const Block& block, std::span<const View> saved, std::int64_t begin,
-              std::int64_t end);
+  void gather(const Block& block, const LayerMemory& memory, std::int64_t begin, std::int64_t end);
   ProbedExperts probed(std::int64_t layer) const;
 
   const ProbeSubject& subject_;
   const ProbeText& text_;
   Device& device_;
   std::int64_t length_, width_, windows_;
-  std::optional<Embedding> embedding_;
+  Embedding embedding_;
   std::vector<Block> blocks_;  // up to the last with experts
-  std::int64_t end_of_sequence_;
 
   std::unique_ptr<Arena> arena_;
   std::vector<View> parameters_;
   std::byte *parameter_room_ = nullptr, *saved_room_ = nullptr, *scratch_room_ = nullptr;
-  View residual_, out_;  // [windows * L, d], [kWindowsAtOnce * L, d]
-  View x_, inverse_;     // [tokens, d], [tokens]
+  View residual_, out_;               // [windows * L, d], [kWindowsAtOnce * L, d]
+  View x_, inverse_;                  // [tokens, d], [tokens]
+  View choices_, weights_;            // [tokens * K]
+  std::vector<std::int64_t> starts_;  // the first row of each window
   std::vector<float> selection_bias_;
   std::vector<std::uint32_t> batch_windows_, tokens_;
   std::vector<std::int32_t> labels_, segments_;
@@ -111,8 +110,7 @@ Walk::Walk(const ProbeSubject& subject, const ProbeText& text, Device& device)
       length_(static_cast<std::int64_t>(text.windows[0].size()) - 1),
       width_(subject.model.width()),
       windows_(static_cast<std::int64_t>(text.windows.size())),
-      embedding_(subject.model),
-      end_of_sequence_(subject.end_of_sequence) {
+      embedding_(subject.model) {
   const auto layers = static_cast<std::int64_t>(schedule_types(subject.model.schedule()).size());
   for (std::int64_t l = 0; l < layers; ++l) blocks_.emplace_back(subject.model, l);
   while (!blocks_.empty() && blocks_.back().experts() == nullptr) blocks_.pop_back();
@@ -120,14 +118,20 @@ Walk::Walk(const ProbeSubject& subject, const ProbeText& text, Device& device)
     throw Error(ExitCode::kUsage,
                 "model.feed_forward: no layer has experts, which is what the probe looks at");
   }
+  std::int64_t row = 0;
+  for (const auto& positions : text_.positions) {
+    starts_.push_back(row);
+    row += static_cast<std::int64_t>(positions.size());
+  }
   grant();
 }
 
 void Walk::grant() {
   const BatchShape shape = {kWindowsAtOnce, length_, device_.queue().threads()};
-  std::int64_t parameters = Layout(buffers_of(embedding_->parameters())).bytes();
-  std::int64_t saved = 0, scratch = 0;
+  std::int64_t parameters = Layout(buffers_of(embedding_.parameters())).bytes();
+  std::int64_t saved = 0, scratch = 0, active = 0;
   for (const Block& block : blocks_) {
+    if (block.experts() != nullptr) active = std::max(active, block.experts()->shape().active);
     parameters = std::max(parameters, Layout(buffers_of(all_parameters(block, 0))).bytes());
     saved = std::max(saved, Layout(block.saved(shape)).bytes());
     scratch = std::max(scratch, Layout(block.scratch(shape)).bytes());
@@ -142,6 +146,8 @@ void Walk::grant() {
   const std::size_t out = memory.book("activations", "out", kWindowsAtOnce * length_ * width_ * 4);
   const std::size_t x = memory.book("activations", "rows", tokens * width_ * 4);
   const std::size_t inverse = memory.book("activations", "inverse_rms", tokens * 4);
+  const std::size_t choices = memory.book("activations", "choices", tokens * active * 4);
+  const std::size_t weights = memory.book("activations", "weights", tokens * active * 4);
   arena_ = std::make_unique<Arena>(device_, memory);
   parameter_room_ = arena_->at(parameter_booking);
   saved_room_ = arena_->at(saved_booking);
@@ -150,6 +156,8 @@ void Walk::grant() {
   out_ = arena_->view(out, DType::kF32, {kWindowsAtOnce * length_, width_});
   x_ = arena_->view(x, DType::kF32, {tokens, width_});
   inverse_ = arena_->view(inverse, DType::kF32, {tokens});
+  choices_ = arena_->view(choices, DType::kI32, {tokens * active});
+  weights_ = arena_->view(weights, DType::kF32, {tokens * active});
   const auto rows = static_cast<std::size_t>(kWindowsAtOnce * length_);
   batch_windows_.resize(rows + static_cast<std::size_t>(kWindowsAtOnce));
   tokens_.resize(rows);
@@ -170,7 +178,7 @@ Batch Walk::batch(std::int64_t begin, std::int64_t end) {
                        View(labels_.data(), shape),
                        View(segments_.data(), shape)};
   split_windows(windows, batch.tokens, batch.labels);
-  fill_segments(windows, end_of_sequence_, subject_.document_masking, batch.segments);
+  fill_segments(windows, subject_.end_of_sequence, subject_.document_masking, batch.segments);
   return batch;
 }
 
@@ -180,27 +188,36 @@ void Walk::load(const std::vector<ParameterSpec>& parameters) {
 }
 
 void Walk::embed() {
-  load(with_prefix("model.embed_tokens.", embedding_->parameters()));
+  load(with_prefix("model.embed_tokens.", embedding_.parameters()));
   for (std::int64_t w = 0; w < windows_; w += kWindowsAtOnce) {
     const std::int64_t end = std::min(w + kWindowsAtOnce, windows_);
-    embedding_->forward(device_.queue(), batch(w, end), parameters_,
-                        residual_.slice(w * length_, end * length_));
+    embedding_.forward(device_.queue(), batch(w, end), parameters_,
+                       residual_.slice(w * length_, end * length_));
   }
 }
 
-// What enters the block's experts at the chosen positions of these windows.
-void Walk::gather(const Block& block, std::span<const View> saved, std::int64_t begin,
+// What enters the block's experts at the chosen positions of these windows, before the norm, and
+// where it went.
+void Walk::gather(const Block& block, const LayerMemory& memory, std::int64_t begin,
                   std::int64_t end) {
   const BatchShape shape = {end - begin, length_, device_.queue().threads()};
-  const View middle = saved[place_of(block.saved(shape), "middle")];
-  std::int64_t row = 0;
-  for (std::int64_t w = 0; w < begin; ++w) {
-    row += static_cast<std::int64_t>(text_.positions[static_cast<std::size_t>(w)].size());
-  }
+  const std::vector<BufferSpec> names = block.experts()->saved(shape);
+  const std::span<const View> routed = block.of_feed_forward(memory).saved;
+  const View middle = memory.saved[place_of(block.saved(shape), "middle")];
+  const View places = routed[place_of(names, "places")];
+  const std::int64_t active = block.experts()->shape().active;
+  const auto* const choices = routed[place_of(names, "choices")].as<std::int32_t>();
+  const auto* const weights = routed[place_of(names, "weights")].as<float>();
   for (std::int64_t w = begin; w < end; ++w) {
+    std::int64_t row = starts_[static_cast<std::size_t>(w)];
     for (const std::int64_t position : text_.positions[static_cast<std::size_t>(w)]) {
       const std::int64_t from = (w - begin) * length_ + position;
       device_.queue().copy(x_.slice(row, row + 1), middle.slice(from, from + 1));
+      for (std::int64_t k = 0; k < active; ++k) {
+        const bool dropped = places.as<std::int64_t>()[from * active + k] < 0;
+        choices_.as<std::int32_t>()[row * active + k] = dropped ? -1 : choices[from * active + k];
+        weights_.as<float>()[row * active + k] = weights[from * active + k];
+      }
       ++row;
     }
   }
@@ -217,7 +234,8 @@ void Walk::pass(std::int64_t layer) {
     for (const View& stacked : std::span(parameters_).subspan(own)) {
       for (std::int64_t i = 0; i < stacked.extent(0); ++i) experts.push_back(of_expert(stacked, i));
     }
-    selection_bias_ = subject_.selection_bias(layer);
+    const ExpertsShape& shape = block.experts()->shape();
+    if (shape.selection_bias) selection_bias_ = subject_.selection_bias(layer, shape.experts);
   }
   LayerMemory memory;
   memory.parameters = std::span(parameters_).first(own);
@@ -236,7 +254,7 @@ void Walk::pass(std::int64_t layer) {
     const View x = residual_.slice(w * length_, end * length_);
     const View out = out_.slice(0, (end - w) * length_);
     block.forward(device_.queue(), now, x, out, memory);
-    if (block.experts() != nullptr) gather(block, saved, w, end);
+    if (block.experts() != nullptr) gather(block, memory, w, end);
     device_.queue().copy(x, out);
   }
   if (block.experts() == nullptr) return;
@@ -251,16 +269,19 @@ ProbedExperts Walk::probed(std::int64_t layer) const {
   const auto find = [&](const std::string& name) {
     return parameters_[place_of(names, "feed_forward." + name)];
   };
+  const auto of_tokens = [&](const View& room, std::int64_t active) {
+    return shaped(room, room.dtype(), {x_.extent(0), active});
+  };
   ProbedExperts probed;
   probed.layer = layer;
   probed.shape = block.experts()->shape();
   probed.x = x_;
-  probed.router = find("router.weight");
+  probed.choices = of_tokens(choices_, probed.shape.active);
+  probed.weights = of_tokens(weights_, probed.shape.active);
   if (probed.shape.latent > 0) probed.latent_down = find("latent_down.weight");
   probed.gate = find("experts.gate_proj.weight");
   probed.up = find("experts.up_proj.weight");
   probed.down = find("experts.down_proj.weight");
-  probed.selection_bias = selection_bias_;
   return probed;
 }
 
@@ -331,32 +352,6 @@ void walk_experts(const ProbeSubject& subject, const ProbeText& text, Device& de
   Walk(subject, text, device).run(visit, progress);
 }
 
-RoutedToken route(const ProbedExperts& block, std::int64_t token) {
-  const Eigen::VectorXd x = matrix(block.x).row(token).cast<double>();
-  const Eigen::VectorXd scores = matrix(block.router).cast<double>() * x;
-  const Eigen::VectorXd raised = (scores.array() - scores.maxCoeff()).exp();
-  const Eigen::VectorXd p = raised / raised.sum();
-  Eigen::VectorXd chosen_by = p;
-  for (std::size_t i = 0; i < block.selection_bias.size(); ++i) {
-    chosen_by[static_cast<std::int64_t>(i)] += static_cast<double>(block.selection_bias[i]);
-  }
-  RoutedToken routed;
-  routed.experts.resize(static_cast<std::size_t>(block.shape.experts));
-  std::iota(routed.experts.begin(), routed.experts.end(), std::int64_t{0});
-  std::stable_sort(routed.experts.begin(), routed.experts.end(),
-                   [&](std::int64_t a, std::int64_t b) { return chosen_by[a] > chosen_by[b]; });
-  routed.experts.resize(static_cast<std::size_t>(block.shape.active));
-  double sum = 0.0;
-  for (const std::int64_t i : routed.experts) {
-    routed.weights.push_back(p[i]);
-    sum += p[i];
-  }
-  if (block.shape.renormalise) {
-    for (double& weight : routed.weights) weight /= sum;
-  }
-  return routed;
-}
-
 BlockDimension probe_dimension(Queue& queue, const ProbedExperts& block) {
   try {
     return {block.layer, intrinsic_dimension(queue, block.x)};
@@ -375,25 +370,36 @@ BlockRanks probe_ranks(Queue& queue, const ProbedExperts& block) {
   ranks.latent = l;
   ranks.inner = shape.inner;
   ranks.capacity = std::min(l, shape.inner);
-  ranks.tokens = tokens;
-  ranks.pairs = tokens * shape.active;
-  std::vector<double> local(static_cast<std::size_t>(ranks.pairs));
-  std::vector<double> mixed(static_cast<std::size_t>(tokens));
+  // Of each token; a share below 0: capacity left the choice out.
+  std::vector<double> local(static_cast<std::size_t>(tokens * shape.active), -1.0);
+  std::vector<double> mixed(static_cast<std::size_t>(tokens), -1.0);
   queue.parallel_for(tokens, [&](std::int64_t token, Worker&) {
-    const RoutedToken routed = route(block, token);
     Eigen::VectorXd z = matrix(block.x).row(token).cast<double>();
     if (shape.latent > 0) z = matrix(block.latent_down).cast<double>() * z;
     Eigen::MatrixXd mixture = Eigen::MatrixXd::Zero(l, l);
-    for (std::int64_t k = 0; k < shape.active; ++k) {
-      const auto place = static_cast<std::size_t>(k);
-      const Eigen::MatrixXd jacobian = expert_jacobian(block.expert(routed.experts[place]), z);
-      local[static_cast<std::size_t>(token * shape.active + k)] =
+    bool any = false;
+    for (std::int64_t k = token * shape.active; k < (token + 1) * shape.active; ++k) {
+      const std::int64_t chosen = block.choices.as<std::int32_t>()[k];
+      if (chosen < 0) continue;
+      any = true;
+      const Eigen::MatrixXd jacobian = expert_jacobian(block.expert(chosen), z);
+      local[static_cast<std::size_t>(k)] =
           static_cast<double>(numerical_rank(jacobian)) / static_cast<double>(ranks.capacity);
-      mixture += routed.weights[place] * jacobian;
+      mixture += static_cast<double>(block.weights.as<float>()[k]) * jacobian;
     }
+    if (!any) return;
     mixed[static_cast<std::size_t>(token)] =
         static_cast<double>(numerical_rank(mixture)) / static_cast<double>(l);
   });
+  const auto left_out = [](double share) { return share < 0.0; };
+  std::erase_if(local, left_out);
+  std::erase_if(mixed, left_out);
+  if (mixed.empty()) {
+    throw Error(ExitCode::kUsage, "layer " + std::to_string(block.layer) +
+                                      ": capacity left out all choices of the probed tokens");
+  }
+  ranks.tokens = static_cast<std::int64_t>(mixed.size());
+  ranks.pairs = static_cast<std::int64_t>(local.size());
   ranks.local = spread_of(local);
   ranks.mixture = spread_of(mixed);
   return ranks;

@@ -40,19 +40,19 @@ struct ProbeSubject {
   // Fills parameters (full names, f32).
   std::function<void(std::span<const ParameterSpec> parameters, std::span<const View> values)>
       parameters;
-  // Of a layer's router, [N]; empty where nothing is added to its probabilities.
-  std::function<std::vector<float>(std::int64_t layer)> selection_bias;
+  // What is added to the probabilities of a layer's N experts, asked for where the config says so.
+  std::function<std::vector<float>(std::int64_t layer, std::int64_t experts)> selection_bias;
 };
 
-// A block's experts and what enters them; valid during the visit. All values are f32.
+// A block's experts, what enters them and where it goes; valid during the visit.
 struct ProbedExperts {
   std::int64_t layer = 0;
   ExpertsShape shape;
-  View x;               // [tokens, d]: the normalised rows, in the order of the text
-  View router;          // [N, d]
-  View latent_down;     // [l, d]; empty without a latent space
-  View gate, up, down;  // [N, m, l], [N, m, l], [N, l, m]
-  std::vector<float> selection_bias;
+  View x;               // [tokens, d] f32: the normalised rows, in the order of the text
+  View choices;         // [tokens, K] i32: T; -1 for one that capacity left out
+  View weights;         // [tokens, K] f32: of the chosen experts' results
+  View latent_down;     // [l, d] f32; empty without a latent space
+  View gate, up, down;  // [N, m, l], [N, m, l], [N, l, m] f32
   ExpertWeights expert(std::int64_t i) const;
 };
 
@@ -61,13 +61,6 @@ struct ProbedExperts {
 void walk_experts(const ProbeSubject& subject, const ProbeText& text, Device& device,
                   const std::function<void(const ProbedExperts&)>& visit,
                   const std::function<void(std::int64_t layer)>& progress = {});
-
-struct RoutedToken {
-  std::vector<std::int64_t> experts;  // T: by probability, largest first
-  std::vector<double> weights;        // of their results
-};
-// By the layer's rule, in double; capacity isn't looked at.
-RoutedToken route(const ProbedExperts& block, std::int64_t token);
 
 struct BlockDimension {
   std::int64_t layer = 0;
