@@ -98,7 +98,6 @@ class Walk {
   View x_, inverse_;                  // [tokens, d], [tokens]
   View choices_, weights_;            // [tokens * K]
   std::vector<std::int64_t> starts_;  // the first row of each window
-  std::vector<float> selection_bias_;
   std::vector<std::uint32_t> batch_windows_, tokens_;
   std::vector<std::int32_t> labels_, segments_;
 };
@@ -229,20 +228,19 @@ void Walk::pass(std::int64_t layer) {
   load(all_parameters(block, layer));
   const std::size_t own = block.parameters().size();
   std::vector<View> experts;
-  selection_bias_.clear();
+  std::vector<float> bias;
   if (block.experts() != nullptr) {
-    for (const View& stacked : std::span(parameters_).subspan(own)) {
-      for (std::int64_t i = 0; i < stacked.extent(0); ++i) experts.push_back(of_expert(stacked, i));
+    experts = expert_matrices(std::span(parameters_).subspan(own));
+    if (block.experts()->shape().selection_bias) {
+      bias.resize(static_cast<std::size_t>(block.experts()->shape().experts));
     }
-    const ExpertsShape& shape = block.experts()->shape();
-    if (shape.selection_bias) selection_bias_ = subject_.selection_bias(layer, shape.experts);
   }
   LayerMemory memory;
   memory.parameters = std::span(parameters_).first(own);
   memory.experts = experts;
-  if (!selection_bias_.empty()) {
-    memory.selection_bias =
-        View(selection_bias_.data(), {static_cast<std::int64_t>(selection_bias_.size())});
+  if (!bias.empty()) {
+    memory.selection_bias = View(bias.data(), {static_cast<std::int64_t>(bias.size())});
+    subject_.selection_bias(layer, memory.selection_bias);
   }
   for (std::int64_t w = 0; w < windows_; w += kWindowsAtOnce) {
     const std::int64_t end = std::min(w + kWindowsAtOnce, windows_);

@@ -27,7 +27,7 @@ struct ProbeText {
   std::vector<std::vector<std::int64_t>> positions;  // of each window, ascending, below L
   std::int64_t tokens() const;
 };
-constexpr std::int64_t kProbePositions = 32;  // of a window, unless there are too few windows
+constexpr std::int64_t kProbePositions = 8;  // of a window, unless there are too few windows
 
 // `tokens` positions, or as many as there are; windows and positions drawn without repeats by
 // `seed`, at most kProbePositions of a window as long as there are windows.
@@ -40,8 +40,8 @@ struct ProbeSubject {
   // Fills parameters (full names, f32).
   std::function<void(std::span<const ParameterSpec> parameters, std::span<const View> values)>
       parameters;
-  // What is added to the probabilities of a layer's N experts, asked for where the config says so.
-  std::function<std::vector<float>(std::int64_t layer, std::int64_t experts)> selection_bias;
+  // Fills [N] f32: what is added to a layer's probabilities; asked where the config says so.
+  std::function<void(std::int64_t layer, const View& bias)> selection_bias;
 };
 
 // A block's experts, what enters them and where it goes; valid during the visit.

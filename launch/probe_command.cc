@@ -16,6 +16,7 @@
 #include "launch/numbers.h"
 #include "launch/plan.h"
 #include "launch/probe.h"
+#include "launch/router_result.h"
 #include "launch/trainer.h"
 #include "layers/configuration.h"
 #include "parallel/checkpoint.h"
@@ -47,13 +48,10 @@ void read_from(const std::string& path, Communicator& alone, ProbeSubject& subje
     }
     read_checkpoint(alone, path, arrays);
   };
-  subject.selection_bias = [path, &alone](std::int64_t layer, std::int64_t experts) {
-    std::vector<float> bias(static_cast<std::size_t>(experts));
-    const CheckpointArray array = {"state/selection_bias/layers." + std::to_string(layer),
-                                   {experts},
-                                   {{0, experts, bias.data()}}};
+  subject.selection_bias = [path, &alone](std::int64_t layer, const View& bias) {
+    const CheckpointArray array = {
+        selection_bias_name(layer), bias.shape(), {{0, bias.count(), bias.as<float>()}}};
     read_checkpoint(alone, path, std::span(&array, 1));
-    return bias;
   };
 }
 
@@ -303,6 +301,7 @@ void add_allocate(CLI::App& app) {
 void add_probe_command(CLI::App& app, int& exit_code) {
   CLI::App* command = app.add_subcommand(
       "probe", "Geometry of a trained model's experts, and the allocation that follows from it");
+  command->footer("Example:\n  tessera probe id --help");
   command->require_subcommand(1);
   add_probe(*command, "id", "Intrinsic dimension of what enters the experts, block by block", 2000,
             exit_code, probe_id);

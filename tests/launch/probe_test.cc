@@ -1,11 +1,15 @@
 // The probe's mathematics against what is known: dimensions, ranks, derivatives, budgets.
+#include "launch/probe.h"
+
 #include <gmock/gmock.h>
+#include <google/protobuf/text_format.h>
 #include <gtest/gtest.h>
 
 #include <Eigen/QR>
 #include <array>
 #include <cmath>
 #include <limits>
+#include <map>
 #include <string>
 #include <vector>
 
@@ -13,12 +17,13 @@
 #include "launch/probe_statistics.h"
 #include "runtime/error.h"
 #include "runtime/random.h"
+#include "tests/layers/testing.h"
 
 namespace tessera {
 namespace {
 
-using testing::ElementsAre;
-using testing::HasSubstr;
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
 
 constexpr double kDeviations = 4.0;  // of an estimate, that a test allows
 // The deviation of the line's slope as a multiple of the likelihood's, from simulated mu.
@@ -299,6 +304,234 @@ TEST(Jacobian, RankIsAtMostTheCapacity) {
     for (std::int64_t k = 0; k < 16; ++k) expert.down[static_cast<std::size_t>(i * 32 + k)] = 0.0F;
   }
   EXPECT_LE(numerical_rank(expert_jacobian(expert.weights(), make_point(32))), 16);
+}
+
+// Experts of rank 2 each, whose results lie in directions of their own: a token's mixture has the
+// ranks of its experts together, and a choice that was left out adds none.
+TEST(Ranks, OfLocalAndMixedJacobiansByHand) {
+  constexpr std::int64_t kExperts = 3, kL = 8, kM = 3, kWidth = 5, kTokens = 3;
+  std::vector<float> gate, up, down(kExperts * kL * kM, 0.0F), x, latent_down;
+  for (auto* const values : {&gate, &up}) {
+    const RandomStream random(values == &gate ? 1 : 2, "ranks");
+    for (std::int64_t i = 0; i < kExperts * kM * kL; ++i) {
+      // Small, so that no unit's gate is all but closed.
+      values->push_back(static_cast<float>(0.1 * random.normal(static_cast<std::uint64_t>(i))));
+    }
+  }
+  for (std::int64_t expert = 0; expert < kExperts; ++expert) {
+    for (std::int64_t k = 0; k < 2; ++k) {  // the third hidden unit leads nowhere
+      down[static_cast<std::size_t>((expert * kL + 2 * expert + k) * kM + k)] = 1.0F;
+    }
+  }
+  const RandomStream random(3, "ranks");
+  for (std::uint64_t i = 0; i < kTokens * kWidth; ++i) {
+    x.push_back(static_cast<float>(random.normal(i)));
+  }
+  for (std::uint64_t i = 0; i < kL * kWidth; ++i) {
+    latent_down.push_back(static_cast<float>(random.normal(100 + i)));
+  }
+  std::vector<std::int32_t> choices = {0, 2, 1, -1, -1, -1};
+  std::vector<float> weights = {0.5F, 0.25F, 0.5F, 0.25F, 0.5F, 0.25F};
+  ProbedExperts block;
+  block.layer = 4;
+  block.shape.width = kWidth;
+  block.shape.experts = kExperts;
+  block.shape.active = 2;
+  block.shape.inner = kM;
+  block.shape.latent = kL;
+  block.x = View(x.data(), {kTokens, kWidth});
+  block.choices = View(choices.data(), {kTokens, 2});
+  block.weights = View(weights.data(), {kTokens, 2});
+  block.latent_down = View(latent_down.data(), {kL, kWidth});
+  block.gate = View(gate.data(), {kExperts, kM, kL});
+  block.up = View(up.data(), {kExperts, kM, kL});
+  block.down = View(down.data(), {kExperts, kL, kM});
+  Queue queue(2);
+  const BlockRanks ranks = probe_ranks(queue, block);
+  EXPECT_EQ(ranks.layer, 4);
+  EXPECT_EQ(ranks.capacity, 3);
+  EXPECT_EQ(ranks.tokens, 2);  // the third token was left out altogether
+  EXPECT_EQ(ranks.pairs, 3);
+  for (const double share : {ranks.local.mean, ranks.local.least, ranks.local.most}) {
+    EXPECT_NEAR(share, 2.0 / 3.0, 1e-15);
+  }
+  EXPECT_NEAR(ranks.mixture.most, 4.0 / 8.0, 1e-15);
+  EXPECT_NEAR(ranks.mixture.least, 2.0 / 8.0, 1e-15);
+  EXPECT_NEAR(ranks.mixture.mean, 3.0 / 8.0, 1e-15);
+  std::fill(choices.begin(), choices.end(), -1);
+  EXPECT_THROW(probe_ranks(queue, block), Error);
+}
+
+ModelConfig small_model(bool latent) {
+  ModelConfig model;
+  EXPECT_TRUE(google::protobuf::TextFormat::ParseFromString(
+      R"(width: 12 vocabulary: 40 length: 9 init_deviation: 0.4
+         mixer { full { heads: 2 key_value_heads: 1 head_width: 6 } }
+         schedule { homogeneous { type: "full" layers: 4 } }
+         feed_forward { width: 10 }
+         feed_forward_range { first: 1 last: 2 feed_forward {
+           experts { experts: 6 active: 2 width: 7 shared_width: 3 selection_bias: true } } })",
+      &model));
+  if (latent) {
+    model.mutable_feed_forward_range(0)
+        ->mutable_feed_forward()
+        ->mutable_experts()
+        ->mutable_latent()
+        ->set_width(5);
+  }
+  return model;
+}
+
+ProbeText small_text() {
+  ProbeText text;
+  const RandomStream random(8, "text");
+  for (std::uint64_t w = 0; w < 6; ++w) {  // more than are computed at once
+    text.windows.emplace_back();
+    for (std::uint64_t t = 0; t < 10; ++t) {
+      text.windows.back().push_back(static_cast<std::uint32_t>(random.uniform(w * 10 + t) * 40));
+    }
+  }
+  text.positions = {{0}, {1, 8}, {2, 3, 4}, {}, {5}, {0, 7}};
+  return text;
+}
+
+// What the probe sees of each block against the block computed on its own, window by window, and
+// the routing against its formula in double.
+TEST(Walk, SeesWhatEntersTheExpertsAndWhereItGoes) {
+  for (const bool latent : {true, false}) {
+    const ModelConfig model = small_model(latent);
+    const ProbeText text = small_text();
+    EXPECT_EQ(text.tokens(), 9);
+    ProbeSubject subject;
+    subject.model = model;
+    subject.end_of_sequence = 1;
+    subject.document_masking = true;
+    subject.parameters = [](std::span<const ParameterSpec> parameters,
+                            std::span<const View> values) {
+      for (std::size_t i = 0; i < parameters.size(); ++i) {
+        initialise(parameters[i], 5, 0, values[i]);
+      }
+    };
+    const auto bias_of = [](std::int64_t layer, std::int64_t expert) {
+      return 0.03F * static_cast<float>((expert * (layer + 2)) % 5);
+    };
+    subject.selection_bias = [&](std::int64_t layer, const View& bias) {
+      for (std::int64_t i = 0; i < bias.count(); ++i) bias.as<float>()[i] = bias_of(layer, i);
+    };
+
+    // The residual after each layer, by one window at a time.
+    Device device(1);
+    const auto with_prefix = [](const std::string& prefix, std::vector<ParameterSpec> list) {
+      for (ParameterSpec& parameter : list) parameter.name = prefix + parameter.name;
+      return list;
+    };
+    std::vector<std::int64_t> seen;
+    std::map<std::int64_t, std::vector<std::vector<float>>> expected;  // of each layer: rows
+    const Embedding embedding(model);
+    for (std::size_t w = 0; w < text.windows.size(); ++w) {
+      std::vector<std::uint32_t> tokens(text.windows[w].begin(), text.windows[w].end() - 1);
+      std::vector<std::int32_t> labels(9, 0), segments;
+      for (std::int32_t t = 0; t < 9; ++t) {
+        const bool starts = t > 0 && tokens[static_cast<std::size_t>(t - 1)] == 1;
+        segments.push_back(t == 0 ? 0 : starts ? t : segments.back());
+      }
+      const Batch batch = {{1, 9, 1},
+                           View(tokens.data(), {1, 9}),
+                           View(labels.data(), {1, 9}),
+                           View(segments.data(), {1, 9})};
+      std::vector<float> x(9 * 12), out(9 * 12);
+      const View in(x.data(), {9, 12}), to(out.data(), {9, 12});
+      const auto embedded = with_prefix("model.embed_tokens.", embedding.parameters());
+      const testing::Buffers table(embedded);
+      subject.parameters(embedded, table.views());
+      embedding.forward(device.queue(), batch, table.views(), in);
+      for (std::int64_t layer = 0; layer < 3; ++layer) {
+        const Block block(model, layer);
+        const std::string prefix = "model.layers." + std::to_string(layer) + ".";
+        const auto own = with_prefix(prefix, block.parameters());
+        const auto stacked = with_prefix(prefix, block.expert_parameters());
+        const testing::Buffers parameters(own), experts(stacked);
+        subject.parameters(own, parameters.views());
+        subject.parameters(stacked, experts.views());
+        const testing::Buffers saved(block.saved(batch.shape)), scratch(block.scratch(batch.shape));
+        const std::vector<View> matrices = expert_matrices(experts.views());
+        std::vector<float> bias(6);
+        LayerMemory memory = {parameters.views(), saved.views(), scratch.views(), matrices};
+        if (layer > 0) {
+          memory.selection_bias = View(bias.data(), {6});
+          subject.selection_bias(layer, memory.selection_bias);
+        }
+        block.forward(device.queue(), batch, in, to, memory);
+        const auto* const middle = saved[1].as<float>();
+        for (const std::int64_t t : text.positions[w]) {
+          double squares = 0.0;
+          for (std::int64_t j = 0; j < 12; ++j) squares += std::pow(double{middle[t * 12 + j]}, 2);
+          std::vector<float> row;
+          for (std::int64_t j = 0; j < 12; ++j) {
+            row.push_back(static_cast<float>(double{middle[t * 12 + j]} /
+                                             std::sqrt(squares / 12 + model.norm_epsilon())));
+          }
+          expected[layer].push_back(row);
+        }
+        x = out;
+      }
+    }
+
+    walk_experts(subject, text, device, [&](const ProbedExperts& block) {
+      seen.push_back(block.layer);
+      EXPECT_EQ(block.latent_down.empty(), !latent);
+      const std::string prefix = "model.layers." + std::to_string(block.layer) + ".feed_forward.";
+      const ParameterSpec router = {prefix + "router.weight", {6, 12}, {Init::Kind::kNormal, 0.4}};
+      const testing::Buffers weights(std::vector<ParameterSpec>{router});
+      subject.parameters(std::span(&router, 1), weights.views());
+      for (std::int64_t row = 0; row < 9; ++row) {
+        const std::vector<float>& want = expected.at(block.layer)[static_cast<std::size_t>(row)];
+        std::vector<double> p(6);
+        double sum = 0.0;
+        for (std::int64_t j = 0; j < 12; ++j) {
+          // A norm of 12 elements in f32, of a value below sqrt(12).
+          EXPECT_NEAR(block.x.as<float>()[row * 12 + j], want[static_cast<std::size_t>(j)],
+                      16 * testing::kEpsilon * std::sqrt(12.0));
+        }
+        for (std::int64_t i = 0; i < 6; ++i) {
+          double score = 0.0;
+          for (std::int64_t j = 0; j < 12; ++j) {
+            score += double{weights[0].as<float>()[i * 12 + j]} *
+                     double{want[static_cast<std::size_t>(j)]};
+          }
+          p[static_cast<std::size_t>(i)] = std::exp(score);
+          sum += p[static_cast<std::size_t>(i)];
+        }
+        std::vector<std::pair<double, std::int32_t>> order;
+        for (std::int32_t i = 0; i < 6; ++i) {
+          double& one = p[static_cast<std::size_t>(i)];
+          one /= sum;
+          order.emplace_back(-(one + double{bias_of(block.layer, i)}), i);
+        }
+        std::sort(order.begin(), order.end());
+        std::array<std::int32_t, 2> chosen = {order[0].second, order[1].second};
+        std::sort(chosen.begin(), chosen.end());
+        const double whole = latent ? 1.0  // renormalised without a latent space only
+                                    : p[static_cast<std::size_t>(chosen[0])] +
+                                          p[static_cast<std::size_t>(chosen[1])];
+        for (std::int64_t k = 0; k < 2; ++k) {
+          const std::int32_t expert = chosen[static_cast<std::size_t>(k)];
+          EXPECT_EQ(block.choices.as<std::int32_t>()[row * 2 + k], expert);
+          EXPECT_NEAR(block.weights.as<float>()[row * 2 + k],
+                      p[static_cast<std::size_t>(expert)] / whole, 1e-5);
+        }
+      }
+    });
+    EXPECT_EQ(seen, (std::vector<std::int64_t>{1, 2}));
+  }
+}
+
+TEST(Walk, AModelWithoutExpertsIsRefused) {
+  ProbeSubject subject;
+  subject.model = small_model(false);
+  subject.model.clear_feed_forward_range();
+  Device device(1);
+  EXPECT_THROW(walk_experts(subject, small_text(), device, [](const ProbedExperts&) {}), Error);
 }
 
 // The published reconstructions, worked out by hand.
