@@ -21,13 +21,15 @@ namespace tessera {
 // cache; a step's sums start from the last one's, so that the steps don't show in the result.
 namespace {
 
-constexpr std::int64_t kSliver = 32;   // columns
-constexpr std::int64_t kHalf = 16;     // rows of a tile
-constexpr std::int64_t kChunk = 32;    // terms of one tile operation
-constexpr std::int64_t kLine = 64;     // bytes of a tile's row
-constexpr std::int64_t kTile = 1024;   // bytes
-constexpr std::int64_t kNear = 65536;  // bytes of a result that needn't be fetched ahead
-constexpr std::int64_t kPanel = 512;   // columns whose sums stay in the second cache over the steps
+constexpr std::int64_t kSliver = 32;  // columns
+constexpr std::int64_t kHalf = 16;    // rows of a tile
+constexpr std::int64_t kChunk = 32;   // terms of one tile operation
+constexpr std::int64_t kLine = 64;    // bytes of a tile's row
+constexpr std::int64_t kTile = 1024;  // bytes
+constexpr std::int64_t kPanel = 256;  // columns whose sums stay in the second cache over the steps
+constexpr std::int64_t kDepth = 640;  // terms of a step at most: 40 KiB of a sliver
+constexpr std::int64_t kLines = 32;   // lines of a chunk of a sliver
+constexpr std::int64_t kFewRows = 96;
 
 std::int64_t rounded_up(std::int64_t value, std::int64_t to) { return (value + to - 1) / to * to; }
 
@@ -179,20 +181,24 @@ struct Target {
 // The tile intrinsics don't tell the compiler that they read memory.
 inline void memory_is_read() { asm volatile("" : : : "memory"); }
 
+// What is fetched with each chunk: some rows of the next result into the first cache, some lines of
+// the next sliver into the second.
+struct Ahead {
+  Target result;
+  std::int64_t rows;
+  const std::byte* sliver;
+  std::int64_t lines;
+};
+
 // c [16 or 32 (kTwo), 32] = a b, or added, over `chunks` chunks of packed operands. Registers 0 to
-// 3 hold the result, 4 and 5 a's halves, 6 and 7 b's. next: a result to be fetched ahead.
-template <bool kTwo>
+// 3 hold the result, 4 and 5 a's halves, 6 and 7 b's. kMany: b's sliver
+// meets many groups of a, which are read past the first cache.
+template <bool kTwo, bool kMany>
 TESSERA_AMX void multiply(const std::byte* a, const std::byte* b, std::int64_t chunks, Target c,
-                          bool add, const float* next) {
+                          bool add, const Ahead& ahead) {
   const std::int64_t stride = c.stride * 4;
   float* const below = c.data + kHalf * c.stride;
   memory_is_read();
-  if (next != nullptr) {
-    for (std::int64_t r = 0; r < kAmxGroup; ++r) {
-      _mm_prefetch(next + r * c.stride, _MM_HINT_T0);
-      _mm_prefetch(next + r * c.stride + 16, _MM_HINT_T0);
-    }
-  }
   if (add) {
     _tile_loadd(0, c.data, stride);
     _tile_loadd(1, c.data + 16, stride);
@@ -208,12 +214,30 @@ TESSERA_AMX void multiply(const std::byte* a, const std::byte* b, std::int64_t c
       _tile_zero(3);
     }
   }
+  const float* result = ahead.result.data;
+  const std::byte* sliver = ahead.sliver;
   for (std::int64_t chunk = 0; chunk < chunks; ++chunk) {
+    if constexpr (kMany) {
+      for (std::int64_t row = 0; row < ahead.rows; ++row) {
+        _mm_prefetch(result, _MM_HINT_T0);
+        _mm_prefetch(result + 16, _MM_HINT_T0);
+        result += ahead.result.stride;
+      }
+      for (std::int64_t line = 0; line < ahead.lines; ++line) {
+        _mm_prefetch(sliver, _MM_HINT_T1);
+        sliver += kLine;
+      }
+    }
     _tile_loadd(6, b, kLine);
-    _tile_loadd(4, a, kLine);
+    if constexpr (kMany) {
+      _tile_stream_loadd(4, a, kLine);
+    } else {
+      _tile_loadd(4, a, kLine);
+    }
     _tile_loadd(7, b + kTile, kLine);
     _tile_dpbf16ps(0, 4, 6);
-    if constexpr (kTwo) _tile_loadd(5, a + kTile, kLine);
+    if constexpr (kTwo && kMany) _tile_stream_loadd(5, a + kTile, kLine);
+    if constexpr (kTwo && !kMany) _tile_loadd(5, a + kTile, kLine);
     _tile_dpbf16ps(1, 4, 7);
     if constexpr (kTwo) {
       _tile_dpbf16ps(2, 5, 6);
@@ -271,6 +295,72 @@ TESSERA_AMX void copy_out(const float* room, std::int64_t column, std::int64_t r
       _mm512_mask_storeu_epi16(to, both, (__m512i)_mm512_cvtne2ps_pbh(y, x));
     }
   }
+}
+
+template <bool kMany>
+TESSERA_AMX void multiply_all(std::int64_t rows, std::int64_t columns, std::int64_t inner,
+                              AmxPacked a, AmxPacked b, AmxResult c, bool accumulate,
+                              std::byte* room) {
+  const bool in_f32 = c.dtype == DType::kF32;
+  const std::int64_t a_group = amx_packed_bytes(kAmxGroup, a.inner);
+  const std::int64_t b_sliver = amx_packed_bytes(kSliver, b.inner);
+  const std::int64_t room_rows = rounded_up(rows, kAmxGroup);
+  // Steps as even as whole chunks allow.
+  std::int64_t step = rounded_up(inner, kChunk);
+  if (step > kDepth) {
+    const std::int64_t steps = (inner + kDepth - 1) / kDepth;
+    step = rounded_up((inner + steps - 1) / steps, kChunk);
+  }
+  // The next sliver comes along with all groups of rows.
+  const std::int64_t groups = room_rows / kAmxGroup;
+  const std::int64_t lines = kMany ? (kLines + groups - 1) / groups : 0;
+  configure_tiles();
+  for (std::int64_t panel = 0; panel < columns; panel += kPanel) {
+    const std::int64_t panel_end = std::min(columns, panel + kPanel);
+    for (std::int64_t first = 0; first < inner; first += step) {
+      const std::int64_t depth = std::min(step, inner - first);
+      const std::int64_t chunks = rounded_up(depth, kChunk) / kChunk;
+      const std::int64_t before = first / kChunk * 2 * kTile;
+      const std::int64_t rows_ahead = kMany ? (kAmxGroup + chunks - 1) / chunks : 0;
+      for (std::int64_t column = panel; column < panel_end; column += kSliver) {
+        const std::int64_t width = std::min(kSliver, columns - column);
+        const std::byte* const sliver = b.data + column / kSliver * b_sliver + before;
+        const std::byte* next_sliver = sliver + b_sliver;
+        if (column + kSliver >= panel_end && first + depth < inner) {
+          next_sliver = b.data + panel / kSliver * b_sliver + before + chunks * 2 * kTile;
+        } else if (column + kSliver >= panel_end) {
+          next_sliver -= before;
+        }
+        float* const room_sliver = reinterpret_cast<float*>(room) + (column - panel) * room_rows;
+        for (std::int64_t row = 0; row < rows; row += kAmxGroup) {
+          const std::int64_t height = std::min(kAmxGroup, rows - row);
+          // Whole tiles of f32 are summed in their place, others in the room until the last step.
+          const bool direct =
+              in_f32 && width == kSliver && (height == kAmxGroup || height == kHalf);
+          Target here = {room_sliver + row * kSliver, kSliver};
+          if (direct) here = {reinterpret_cast<float*>(c.data) + row * c.stride + column, c.stride};
+          Ahead ahead = {{here.data + kAmxGroup * here.stride, here.stride},
+                         rows_ahead,
+                         next_sliver + row / kAmxGroup * chunks * lines * kLine,
+                         lines};
+          if (direct && row + kAmxGroup >= rows) {
+            ahead.result.data = reinterpret_cast<float*>(c.data) + column + kSliver;
+          }
+          const AmxResult place = {c.data + row * c.stride * size_of(c.dtype), c.stride, c.dtype};
+          if (!direct && accumulate && first == 0) copy_in(place, column, height, width, here.data);
+          const std::byte* const terms = a.data + row / kAmxGroup * a_group + before;
+          const bool add = accumulate || first > 0;
+          if (height > kHalf) {
+            multiply<true, kMany>(terms, sliver, chunks, here, add, ahead);
+          } else {
+            multiply<false, kMany>(terms, sliver, chunks, here, add, ahead);
+          }
+          if (!direct && first + depth == inner) copy_out(here.data, column, height, width, place);
+        }
+      }
+    }
+  }
+  release_tiles();
 }
 
 }  // namespace
@@ -336,48 +426,9 @@ void amx_turn_rows(const std::byte* from, std::int64_t rows, std::int64_t inner,
 
 void amx_multiply(std::int64_t rows, std::int64_t columns, std::int64_t inner, AmxPacked a,
                   AmxPacked b, AmxResult c, bool accumulate, std::byte* room) {
-  const bool in_f32 = c.dtype == DType::kF32;
-  // A result that is larger than the first cache is fetched ahead.
-  const bool far = rows * columns * 4 > kNear;
-  TESSERA_CHECK(in_f32 || !accumulate);
-  const std::int64_t a_group = amx_packed_bytes(kAmxGroup, a.inner);
-  const std::int64_t b_sliver = amx_packed_bytes(kSliver, b.inner);
-  const std::int64_t room_rows = rounded_up(rows, kAmxGroup);
-  configure_tiles();
-  for (std::int64_t panel = 0; panel < columns; panel += kPanel) {
-    const std::int64_t panel_end = std::min(columns, panel + kPanel);
-    for (std::int64_t first = 0; first < inner; first += kAmxDepth) {
-      const std::int64_t depth = std::min(kAmxDepth, inner - first);
-      const std::int64_t chunks = rounded_up(depth, kChunk) / kChunk;
-      const std::int64_t before = first / kChunk * 2 * kTile;
-      for (std::int64_t column = panel; column < panel_end; column += kSliver) {
-        const std::int64_t width = std::min(kSliver, columns - column);
-        const std::byte* const sliver = b.data + column / kSliver * b_sliver + before;
-        float* const room_sliver = reinterpret_cast<float*>(room) + (column - panel) * room_rows;
-        for (std::int64_t row = 0; row < rows; row += kAmxGroup) {
-          const std::int64_t height = std::min(kAmxGroup, rows - row);
-          // Whole tiles of f32 are summed in their place, others in the room until the last step.
-          const bool direct =
-              in_f32 && width == kSliver && (height == kAmxGroup || height == kHalf);
-          Target here = {room_sliver + row * kSliver, kSliver};
-          if (direct) here = {reinterpret_cast<float*>(c.data) + row * c.stride + column, c.stride};
-          const AmxResult place = {c.data + row * c.stride * size_of(c.dtype), c.stride, c.dtype};
-          if (!direct && accumulate && first == 0) copy_in(place, column, height, width, here.data);
-          const std::byte* const terms = a.data + row / kAmxGroup * a_group + before;
-          const bool add = accumulate || first > 0;
-          if (height > kHalf) {
-            const bool more = far && direct && row + 2 * kAmxGroup <= rows;
-            multiply<true>(terms, sliver, chunks, here, add,
-                           more ? here.data + kAmxGroup * here.stride : nullptr);
-          } else {
-            multiply<false>(terms, sliver, chunks, here, add, nullptr);
-          }
-          if (!direct && first + depth == inner) copy_out(here.data, column, height, width, place);
-        }
-      }
-    }
-  }
-  release_tiles();
+  TESSERA_CHECK(c.dtype == DType::kF32 || !accumulate);
+  const auto run = rows > kFewRows ? multiply_all<true> : multiply_all<false>;
+  run(rows, columns, inner, a, b, c, accumulate, room);
 }
 
 #else
