@@ -184,8 +184,8 @@ inline void memory_is_read() { asm volatile("" : : : "memory"); }
 // What is fetched with each chunk: some rows of the next result into the first cache, some lines of
 // the next sliver into the second.
 struct Ahead {
-  Target result;
-  std::int64_t rows;
+  const std::byte* result;
+  std::int64_t stride, rows;
   const std::byte* sliver;
   std::int64_t lines;
 };
@@ -214,14 +214,14 @@ TESSERA_AMX void multiply(const std::byte* a, const std::byte* b, std::int64_t c
       _tile_zero(3);
     }
   }
-  const float* result = ahead.result.data;
+  const std::byte* result = ahead.result;
   const std::byte* sliver = ahead.sliver;
   for (std::int64_t chunk = 0; chunk < chunks; ++chunk) {
     if constexpr (kMany) {
       for (std::int64_t row = 0; row < ahead.rows; ++row) {
         _mm_prefetch(result, _MM_HINT_T0);
-        _mm_prefetch(result + 16, _MM_HINT_T0);
-        result += ahead.result.stride;
+        _mm_prefetch(result + kLine, _MM_HINT_T0);
+        result += ahead.stride;
       }
       for (std::int64_t line = 0; line < ahead.lines; ++line) {
         _mm_prefetch(sliver, _MM_HINT_T1);
@@ -339,14 +339,18 @@ TESSERA_AMX void multiply_all(std::int64_t rows, std::int64_t columns, std::int6
               in_f32 && width == kSliver && (height == kAmxGroup || height == kHalf);
           Target here = {room_sliver + row * kSliver, kSliver};
           if (direct) here = {reinterpret_cast<float*>(c.data) + row * c.stride + column, c.stride};
-          Ahead ahead = {{here.data + kAmxGroup * here.stride, here.stride},
-                         rows_ahead,
-                         next_sliver + row / kAmxGroup * chunks * lines * kLine,
-                         lines};
-          if (direct && row + kAmxGroup >= rows) {
-            ahead.result.data = reinterpret_cast<float*>(c.data) + column + kSliver;
-          }
           const AmxResult place = {c.data + row * c.stride * size_of(c.dtype), c.stride, c.dtype};
+          const bool goes = !direct && first + depth == inner;  // to its place
+          Ahead ahead = {reinterpret_cast<const std::byte*>(here.data + kAmxGroup * here.stride),
+                         here.stride * 4, rows_ahead,
+                         next_sliver + row / kAmxGroup * chunks * lines * kLine, lines};
+          if (direct || goes) {
+            const std::int64_t element = size_of(c.dtype);
+            const bool last = row + kAmxGroup >= rows;
+            ahead.stride = c.stride * element;
+            ahead.result = last ? c.data + (column + kSliver) * element
+                                : place.data + kAmxGroup * ahead.stride + column * element;
+          }
           if (!direct && accumulate && first == 0) copy_in(place, column, height, width, here.data);
           const std::byte* const terms = a.data + row / kAmxGroup * a_group + before;
           const bool add = accumulate || first > 0;
@@ -355,7 +359,7 @@ TESSERA_AMX void multiply_all(std::int64_t rows, std::int64_t columns, std::int6
           } else {
             multiply<false, kMany>(terms, sliver, chunks, here, add, ahead);
           }
-          if (!direct && first + depth == inner) copy_out(here.data, column, height, width, place);
+          if (goes) copy_out(here.data, column, height, width, place);
         }
       }
     }
