@@ -481,8 +481,8 @@ void Engine::backward(const Batch* batch, std::int64_t round) {
     }
     if (experts != kNone) {
       expert_gradients(l, work != nullptr ? *work : idle_, round);
-      if (l > 0) prefetch(plan_.experts_of(l - 1));
     }
+    if (l > 0) prefetch(plan_.experts_of(l - 1));
     if (work != nullptr) block.backward_mixer(queue, *work, x_[l], d_x_, d_parameters, memory(u));
     push(u, batch != nullptr);
   }

@@ -125,41 +125,6 @@ std::int64_t buffers_of_round(const QuantumShare& share, int member) {
   return most;
 }
 
-std::vector<TreeNode> received_nodes(const QuantumShare& share) {
-  std::vector<TreeNode> nodes, some;
-  if (share.policy() == Accumulate::kLocal) {
-    for (int rank = 0; rank < share.ranks(); ++rank) append_local_nodes(share, rank, nodes);
-    return nodes;
-  }
-  for (std::int64_t round = 0; round < share.rounds(); ++round) {
-    for (int member = 0; member < share.members(); ++member) {
-      nodes_of_round(share, round, member, some);
-      nodes.insert(nodes.end(), some.begin(), some.end());
-    }
-  }
-  return nodes;
-}
-
-// Slices of this member that come from the others in one exchange, at most.
-std::int64_t received_slices(const QuantumShare& share, int member) {
-  if (share.policy() == Accumulate::kLocal) {
-    return static_cast<std::int64_t>(received_nodes(share).size() -
-                                     nodes_of_step(share, member).size());
-  }
-  std::size_t most = 0;
-  std::vector<TreeNode> nodes;
-  for (std::int64_t round = 0; round < share.rounds(); ++round) {
-    std::size_t others = 0;
-    for (int other = 0; other < share.members(); ++other) {
-      if (other == member) continue;
-      nodes_of_round(share, round, other, nodes);
-      others += nodes.size();
-    }
-    most = std::max(most, others);
-  }
-  return static_cast<std::int64_t>(most);
-}
-
 std::vector<View> part(const std::vector<View>& buffers, std::int64_t begin, std::int64_t end) {
   TESSERA_CHECK(end <= static_cast<std::int64_t>(buffers.size()));
   return {buffers.begin() + begin, buffers.begin() + end};
@@ -175,6 +140,30 @@ QuantumShare::QuantumShare(Accumulate policy, std::int64_t quanta, int ranks, Su
       ranks_(ranks),
       group_(group) {
   TESSERA_CHECK(quanta >= 1 && ranks >= 1 && group >= 1 && ranks % group == 0);
+  const bool sharded = policy_ == Accumulate::kSharded;
+  if (sharded && group == 1) {
+    // After n quanta as many as n has ones.
+    if (order == SumOrder::kTree) {
+      sums_kept_ = std::bit_width(static_cast<std::uint64_t>(quanta) + 1) - 1;
+    }
+    return;
+  }
+  std::vector<TreeNode> stack, nodes;
+  for (std::int64_t exchange = 0; exchange < (sharded ? rounds() : 1); ++exchange) {
+    sums_of_exchange_.push_back(0);
+    for (int member = 0; member < members(); ++member) {
+      if (sharded) {
+        nodes_of_round(*this, exchange, member, nodes);
+      } else {
+        nodes = nodes_of_step(*this, member);
+      }
+      sums_of_exchange_.back() += static_cast<std::int64_t>(nodes.size());
+      for (const TreeNode& node : nodes) {
+        push_node(stack, node, order);
+        sums_kept_ = std::max(sums_kept_, static_cast<std::int64_t>(stack.size()));
+      }
+    }
+  }
 }
 
 std::int64_t QuantumShare::rounds() const { return (quanta_ + ranks_ - 1) / ranks_; }
@@ -199,6 +188,7 @@ std::int64_t QuantumShare::sums_sent(int member) const {
   if (policy_ == Accumulate::kLocal) {
     return static_cast<std::int64_t>(nodes_of_step(*this, member).size());
   }
+  if (group_ == 1) return count(member);
   std::size_t sums = 0;
   std::vector<TreeNode> nodes;
   for (std::int64_t round = 0; round < rounds(); ++round) {
@@ -206,6 +196,19 @@ std::int64_t QuantumShare::sums_sent(int member) const {
     sums += nodes.size();
   }
   return static_cast<std::int64_t>(sums);
+}
+
+std::int64_t QuantumShare::sums_received(int member) const {
+  if (policy_ == Accumulate::kLocal) return sums_of_exchange_[0] - sums_sent(member);
+  if (group_ == 1) return std::min<std::int64_t>(ranks_, quanta_) - (member < quanta_ ? 1 : 0);
+  std::int64_t most = 0;
+  std::vector<TreeNode> nodes;
+  for (std::int64_t round = 0; round < rounds(); ++round) {
+    nodes_of_round(*this, round, member, nodes);
+    most = std::max(most, sums_of_exchange_[static_cast<std::size_t>(round)] -
+                              static_cast<std::int64_t>(nodes.size()));
+  }
+  return most;
 }
 
 std::vector<TreeNode> tree_nodes(std::int64_t begin, std::int64_t end) {
@@ -288,8 +291,7 @@ std::vector<BufferSpec> CanonicalSum::buffers(const UnitLayout& layout, const Qu
                      Shape{layout.count()}});
   }
   const std::int64_t slice = layout.slice(member, share.members()).count();
-  for (std::int64_t i = 0;
-       i < TreeAccumulator::buffers_needed(received_nodes(share), share.order()); ++i) {
+  for (std::int64_t i = 0; i < share.sums_kept(); ++i) {
     specs.push_back(
         {layout.name() + " partial sum " + std::to_string(i), DType::kF32, Shape{slice}});
   }
@@ -301,7 +303,7 @@ BufferSpec CanonicalSum::workspace(const UnitLayout& layout, const QuantumShare&
   const std::int64_t slice = layout.slice(member, share.members()).count();
   return {"received gradients", DType::kF32,
           Shape{layout.count() * buffers_of_round(share, member) +
-                slice * received_slices(share, member)}};
+                slice * share.sums_received(member)}};
 }
 
 CanonicalSum::CanonicalSum(const UnitLayout& layout, const QuantumShare& share,

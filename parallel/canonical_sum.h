@@ -51,12 +51,20 @@ class QuantumShare {
   std::int64_t count(int rank) const;                        // quanta of a rank
   // Partial sums that a member sends of each unit in a step.
   std::int64_t sums_sent(int member) const;
+  // Those that come from other members in one exchange, at most; and those of the sum itself, at
+  // one time, at most.
+  std::int64_t sums_received(int member) const;
+  std::int64_t sums_kept() const { return sums_kept_; }
 
  private:
   Accumulate policy_;
   SumOrder order_;
   std::int64_t quanta_;
   int ranks_, group_;
+  std::int64_t sums_kept_ = 1;
+  // What all members send in each exchange; not for groups of one under kSharded, where each sends
+  // what it has.
+  std::vector<std::int64_t> sums_of_exchange_;
 };
 
 // A whole aligned subtree: the sum of the quanta [begin, begin + 2^level) that exist.
