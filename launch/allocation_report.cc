@@ -39,6 +39,7 @@ std::vector<std::string> config_lines(const Allocation& allocation, const Alloca
 
 std::string regime_line(const std::string& name, const Regime& regime, std::int64_t width) {
   const Budgets cost = budgets(regime, width);
+  const std::int64_t activated = cost.products + cost.rest;
   return format("  %-7s %5lld %6lld %5lld %5lld %6lld %5lld", name.c_str(),
                 static_cast<Long>(regime.active), static_cast<Long>(regime.experts),
                 static_cast<Long>(regime.latent), static_cast<Long>(regime.inner),
@@ -47,7 +48,7 @@ std::string regime_line(const std::string& name, const Regime& regime, std::int6
                 regime.near_square() ? " " : "!") +
          format(" %14lld %13lld %11lld %9lld %11lld\n", static_cast<Long>(cost.pool),
                 static_cast<Long>(cost.rest), static_cast<Long>(cost.products),
-                static_cast<Long>(cost.dispatch), static_cast<Long>(cost.products + cost.rest));
+                static_cast<Long>(cost.dispatch), static_cast<Long>(activated));
 }
 
 nlohmann::ordered_json cost_json(const Budgets& cost) {
@@ -94,12 +95,13 @@ std::string allocation_table(const Allocation& allocation) {
       "", static_cast<int>(layers.size()), "", "P + Q", "P", "Q", "C", "dispatch");
   for (const AllocationArm& arm : arms) {
     const Budgets cost = budgets(arm, narrow, wide, width);
+    const std::int64_t parameters = cost.pool + cost.rest;
     const auto off = [](std::int64_t value, std::int64_t to) {
       return format(" %+7.3f %%",
                     100.0 * static_cast<double>(value - to) / static_cast<double>(to));
     };
     text += format("  %-22s %s %16lld", arm.name.c_str(), letters(arm).c_str(),
-                   static_cast<Long>(cost.pool + cost.rest)) +
+                   static_cast<Long>(parameters)) +
             off(cost.pool, first.pool) + off(cost.rest, first.rest) +
             off(cost.products, first.products) + off(cost.dispatch, first.dispatch) + "\n";
   }
