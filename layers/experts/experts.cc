@@ -162,6 +162,8 @@ constexpr std::int64_t kPackedExperts = 64;
 // Rows that one piece of the experts' products takes where the matrices are packed. Elsewhere it
 // takes kExpertRows: one static shape, so that a row's bits don't depend on the number of rows.
 constexpr std::int64_t kPackedRows = 256;
+// Rows of an expert's run that its gradients take at a time where factors are packed.
+constexpr std::int64_t kWindow = 2048;
 
 // Places in the lists that the layer declares. Parameters of a latent space stand between the
 // router's and the shared expert's.
@@ -223,32 +225,39 @@ struct Piece {
 
 // Sizes that shapes alone decide.
 struct Sizes {
-  Sizes(const ExpertsShape& shape, DType dtype, ExpertPlacement placement)
-      : width(shape.row_width()),
-        inner(shape.inner),
-        local(placement.count(shape.experts)),
-        piece_rows(packs_factors(dtype) ? kPackedRows : kExpertRows) {
-    if (packs_factors(dtype)) {
-      matrix_bytes = factor_bytes(inner, width);
-      row_bytes = factor_bytes(piece_rows, width);
-      hidden_bytes = factor_bytes(piece_rows, inner);
-    }
-    if (dtype != DType::kF32) sum_bytes = piece_rows * width * 4;
-    together = std::clamp<std::int64_t>(
-        matrix_bytes == 0 ? kPackedExperts
-                          : kPackedBytes / (static_cast<std::int64_t>(kMatrices) * matrix_bytes),
-        1, kPackedExperts);
+  // `tokens` of a quantum.
+  Sizes(const ExpertsShape& shape, DType dtype, ExpertPlacement placement, std::int64_t tokens)
+      : width(shape.row_width()), inner(shape.inner), local(placement.count(shape.experts)) {
+    constexpr auto kCount = static_cast<std::int64_t>(kMatrices);
+    if (dtype != DType::kF32) sum_bytes = kPackedRows * width * 4;
+    if (!packs_factors(dtype)) return;
+    piece_rows = kPackedRows;
+    matrix_bytes = factor_bytes(inner, width);
+    row_bytes = factor_bytes(piece_rows, width);
+    hidden_bytes = factor_bytes(piece_rows, inner);
+    window = std::min(kWindow, padded(tokens));
+    together = std::clamp<std::int64_t>(kPackedBytes / (kCount * matrix_bytes), 1, kPackedExperts);
+    packed_bytes =
+        std::max(std::min(local, together) * kCount * matrix_bytes,
+                 std::min(local * run_bytes(window), std::max(kPackedBytes, run_bytes(window))));
   }
-  std::int64_t packed_bytes() const {
-    return std::min(local, together) * static_cast<std::int64_t>(kMatrices) * matrix_bytes;
+  // Of a run's rows and hidden rows as right factors of its expert's gradients.
+  std::int64_t run_bytes(std::int64_t rows) const {
+    return factor_bytes(width, rows) + factor_bytes(inner, rows);
   }
-  // Of one thread's room: a piece's rows and hidden rows, packed, and its sums in f32.
-  std::int64_t room_bytes() const { return row_bytes + 2 * hidden_bytes + sum_bytes; }
+  // Of one thread: a piece's rows and hidden rows, packed, and its sums in f32; or some rows of a
+  // gradient's left factor.
+  std::int64_t room_bytes() const {
+    return std::max(row_bytes + 2 * hidden_bytes + sum_bytes,
+                    window == 0 ? 0 : factor_bytes(kPackedRows, window));
+  }
 
   std::int64_t width, inner;
-  std::int64_t local;       // experts of this rank
-  std::int64_t piece_rows;  // at most
-  std::int64_t together = 1;
+  std::int64_t local;                      // experts of this rank
+  std::int64_t piece_rows = kExpertRows;   // at most
+  std::int64_t together = kPackedExperts;  // experts whose matrices are packed at one time
+  std::int64_t packed_bytes = 0;           // of the room that they, or runs, share
+  std::int64_t window = 0;                 // rows of a run that are packed at one time
   std::int64_t matrix_bytes = 0, row_bytes = 0, hidden_bytes = 0, sum_bytes = 0;
 };
 
@@ -314,7 +323,7 @@ class Call {
         placement_(memory.exchange == nullptr
                        ? ExpertPlacement{}
                        : ExpertPlacement{memory.exchange->ranks(), memory.exchange->rank()}),
-        sizes_(shape, dtype, placement_),
+        sizes_(shape, dtype, placement_, memory.saved[kLogSum].extent(0)),
         tokens_(batch.shape.rows()),
         counts_(memory.saved[kCounts].as<std::int64_t>()),
         starts_(memory.saved[kStarts].as<std::int64_t>()),
@@ -325,7 +334,6 @@ class Call {
   }
 
   std::int64_t tokens() const { return tokens_; }
-  const Sizes& sizes() const { return sizes_; }
   bool exchanges() const { return placement_.ranks > 1; }
   // The first run of a source, and the one behind its last.
   std::int64_t first_run(int source) const { return source * sizes_.local; }
@@ -371,6 +379,8 @@ class Call {
   // From the rows' gradients, `d_rows`, and weights to what expert_gradient needs and the gradients
   // of the rows that came, and of the weights.
   void experts_backward(const View& row_weights, const View& d_weights) const;
+  // Of one source's runs, all overwritten.
+  void expert_gradients(int source, std::span<const View> d_experts) const;
   // to = (to +) the sum over a token's slots.
   void combine(const View& rows, bool weighted, const View& to, bool accumulate) const;
   void weights_of_rows(const View& to) const;
@@ -597,7 +607,7 @@ template <class Pack, class Body>
 void Call::for_pieces(const Pack& pack, const Body& body) const {
   std::array<std::array<Factor, kMatrices>, kPackedExperts> factors;
   std::array<std::int64_t, kPackedExperts> experts{};
-  const View packed = scratch(kPacked, DType::kF32, {sizes_.packed_bytes() / 4});
+  const View packed = scratch(kPacked, DType::kF32, {sizes_.packed_bytes / 4});
   const std::int64_t capacity_of_list = memory_.saved[kRows].extent(0) / kExpertRows;
   auto* const pieces =
       reinterpret_cast<Piece*>(scratch(kPieces, DType::kI64, {capacity_of_list * 3}).raw());
@@ -697,6 +707,93 @@ void Call::experts_backward(const View& row_weights, const View& d_weights) cons
            piece.rows * sizes_.width);
         }
       });
+}
+
+void Call::expert_gradients(int source, std::span<const View> d_experts) const {
+  const std::int64_t local = sizes_.local;
+  const auto gradient = [&](std::size_t which, std::int64_t expert) {
+    return d_experts[which * static_cast<std::size_t>(local) + static_cast<std::size_t>(expert)];
+  };
+  // By matrix: what the left factor is, turned, and the right one.
+  const View rows = arranged(memory_.saved[kRows]), inner = hidden(memory_.scratch[kHidden]);
+  const std::array<View, kMatrices> left = {hidden(memory_.scratch[kDHidden]),
+                                            hidden(memory_.scratch[kDUp]), d_rows()};
+  const std::array<View, kMatrices> right = {rows, rows, inner};
+  const auto piece_of = [&](std::int64_t expert) -> Piece {
+    const std::int64_t run = first_run(source) + expert;
+    return {run_start(run), run_rows(run), expert};
+  };
+  std::int64_t longest = 0;
+  for (std::int64_t expert = 0; expert < local; ++expert) {
+    const Piece run = piece_of(expert);
+    longest = std::max(longest, run.rows);
+    for (std::size_t which = 0; which < kMatrices; ++which) {
+      if (run.rows == 0) {
+        queue_.fill_zero(gradient(which, expert));
+      } else if (!packs_factors(dtype_)) {
+        linear_backward_weight(queue_, rows_of(left[which], run), rows_of(right[which], run),
+                               matrix(gradient(which, expert)), false);
+      }
+    }
+  }
+  if (!packs_factors(dtype_)) return;
+
+  // Right factors of several runs are packed, each for all rows of its gradients; then pieces are
+  // some rows of a gradient, whose left factor they pack.
+  const View packed = scratch(kPacked, DType::kF32, {sizes_.packed_bytes / 4});
+  const View rooms = scratch(kRooms, DType::kF32, {queue_.threads(), sizes_.room_bytes() / 4});
+  const std::int64_t of_inner = pieces_of(sizes_.inner, kPackedRows);
+  const std::int64_t of_width = pieces_of(sizes_.width, kPackedRows);
+  struct Run {
+    Piece piece;
+    std::byte* room;
+    Factor rows, hidden;
+  };
+  std::array<Run, kPackedExperts> runs;
+  for (std::int64_t first = 0; first < longest; first += sizes_.window) {
+    for (std::int64_t expert = 0; expert < local;) {
+      std::int64_t count = 0, used = 0;
+      for (; expert < local && count < kPackedExperts; ++expert) {
+        Piece piece = piece_of(expert);
+        piece.row += first;
+        piece.rows = std::min(piece.rows - first, sizes_.window);
+        if (piece.rows <= 0) continue;
+        const std::int64_t bytes = sizes_.run_bytes(piece.rows);
+        if (used + bytes > packed.bytes()) break;
+        Run& run = runs[static_cast<std::size_t>(count++)];
+        run.piece = piece;
+        run.room = packed.raw() + used;
+        used += bytes;
+      }
+      queue_.parallel_for(2 * count, [&](std::int64_t i, Worker&) {
+        Run& run = runs[static_cast<std::size_t>(i / 2)];
+        if (i % 2 == 0) {
+          run.rows = Factor::right(rows_of(rows, run.piece), Transpose::kNo, run.room);
+        } else {
+          run.hidden = Factor::right(rows_of(inner, run.piece), Transpose::kNo,
+                                     run.room + factor_bytes(sizes_.width, run.piece.rows));
+        }
+      });
+      const std::int64_t of_run = 2 * of_inner + of_width;
+      queue_.parallel_for(count * of_run, [&](std::int64_t i, Worker& worker) {
+        const Run& run = runs[static_cast<std::size_t>(i / of_run)];
+        std::int64_t part = i % of_run;
+        std::size_t which = kGateMatrix;
+        while (which < kDownMatrix && part >= of_inner) {
+          part -= of_inner;
+          ++which;
+        }
+        const Matrix to = matrix(gradient(which, run.piece.expert));
+        const std::int64_t row = part * kPackedRows, some = std::min(kPackedRows, to.rows - row);
+        Matrix terms = rows_of(left[which], run.piece);
+        terms = {terms.dtype, terms.at(0, row), terms.rows, some, terms.stride};
+        const Factor factor = Factor::left(terms, Transpose::kYes,
+                                           rooms.raw() + worker.index() * sizes_.room_bytes());
+        product(worker, factor, which == kDownMatrix ? run.hidden : run.rows,
+                {to.dtype, to.at(row, 0), some, to.columns, to.stride}, first > 0);
+      });
+    }
+  }
 }
 
 void Call::combine(const View& rows, bool weighted, const View& to, bool accumulate) const {
@@ -889,7 +986,7 @@ std::vector<BufferSpec> MixtureOfExperts::scratch(BatchShape shape) const {
   const bool exchanges = shape.experts.ranks > 1, latent = shape_.latent > 0;
   const std::int64_t rows = received_rows(shape_, shape);
   const std::int64_t sorted = exchanges ? sorted_rows(shape_, shape) : 0;
-  const Sizes sizes(shape_, dtype_, shape.experts);
+  const Sizes sizes(shape_, dtype_, shape.experts, tokens);
   std::vector<BufferSpec> list = {
       {"wide_in", DType::kF32, {dtype_ == DType::kF32 ? 0 : tokens, d}},
       {"latent", dtype_, {latent ? tokens : 0, l}},
@@ -908,7 +1005,7 @@ std::vector<BufferSpec> MixtureOfExperts::scratch(BatchShape shape) const {
       {"up_out", DType::kF32, {latent && shape_.shared > 0 ? tokens : 0, d}},
       {"partial_norm", DType::kF32, {shape_.latent_norm ? rms_norm_blocks(tokens) : 0, l}},
       {"rooms", DType::kF32, {shape.threads, sizes.room_bytes() / 4}},
-      {"packed", DType::kF32, {sizes.packed_bytes() / 4}},
+      {"packed", DType::kF32, {sizes.packed_bytes / 4}},
       {"pieces", DType::kI64, {rows / kExpertRows, 3}}};
   TESSERA_CHECK(list.size() == kScratchCount);
   if (shape_.shared > 0) append(list, shared_.scratch(shape));
@@ -1078,29 +1175,8 @@ void MixtureOfExperts::expert_gradient(Queue& queue, const Batch& batch, int sou
                                        std::span<const View> d_experts,
                                        const LayerMemory& memory) const {
   const Call call(shape_, dtype_, queue, batch, memory);
-  const std::int64_t local = call.sizes().local;
   TESSERA_CHECK(d_experts.size() == memory.experts.size());
-  const View rows = call.arranged(memory.saved[kRows]), d_rows = call.d_rows();
-  const View hidden = call.hidden(memory.scratch[kHidden]);
-  const View d_gate = call.hidden(memory.scratch[kDHidden]);
-  const View d_up = call.hidden(memory.scratch[kDUp]);
-  for (std::int64_t expert = 0; expert < local; ++expert) {
-    const auto gradient = [&](std::size_t which) {
-      return d_experts[which * static_cast<std::size_t>(local) + static_cast<std::size_t>(expert)];
-    };
-    const std::int64_t run = call.first_run(source) + expert;
-    const Piece piece = {call.run_start(run), call.run_rows(run), expert};
-    const auto multiply = [&](const View& d_y, const View& x, const View& to) {
-      if (piece.rows == 0) {
-        queue.fill_zero(to);
-      } else {
-        linear_backward_weight(queue, rows_of(d_y, piece), rows_of(x, piece), matrix(to), false);
-      }
-    };
-    multiply(d_gate, rows, gradient(kGateMatrix));
-    multiply(d_up, rows, gradient(kUpMatrix));
-    multiply(d_rows, hidden, gradient(kDownMatrix));
-  }
+  call.expert_gradients(source, d_experts);
 }
 
 }  // namespace tessera

@@ -293,6 +293,21 @@ TEST(Experts, Bf16AgreesWithFloat64) {
   }
 }
 
+// Runs of more rows than are packed at a time, and more experts than are packed together.
+TEST(Experts, LongRunsAndManyExpertsAgreeWithFloat64) {
+  for (const DType type : {DType::kF32, DType::kBF16}) {
+    if (!has_products(type)) continue;
+    for (const auto& [shape, length] : std::vector<std::pair<ExpertsShape, std::int64_t>>{
+             {shape_of(6, 2, 1, 5, 0, 4), 4500}, {shape_of(8, 150, 9, 5, 0, 4), 60}}) {
+      SCOPED_TRACE(::testing::Message() << name_of(type) << ", " << shape.experts << " experts");
+      const MixtureOfExperts layer(shape, 0.02, 0.01, type);
+      ExpertsRun run(layer, {1, length, 2, 1}, type);
+      expect_float64(run, type == DType::kF32 ? roundings_of(shape) : 8,
+                     type == DType::kF32 ? kEpsilon : kHalfEpsilon);
+    }
+  }
+}
+
 // The router's results are sums of the same numbers in another order, and its choices the same.
 TEST(Experts, AgreeOnEveryInstructionSet) {
   const ExpertsShape shape = shape_of(21, 37, 5, 13, 11, 9, true);
@@ -424,8 +439,8 @@ TEST(Experts, B21_TiesGoToTheLowerIndex) {
     const MixtureOfExperts layer(shape, 0.02, 0.01, type);
     ExpertsRun run(layer, {1, 10000, 2, 0}, type);
     // A token looks at one column alone, so that its logits are sums of one term. Column c has them
-    // 1e-3 apart in an order of its own, each even one repeated by the odd one that follows it in
-    // that order.
+    // 1e-3 apart in an order of its own, in pairs of equal ones but for the first and the last: the
+    // fourth of the largest, and of the smallest, has a twin.
     const std::int64_t d = shape.width, n = shape.experts;
     float* const router = run.parameters[0].as<float>();
     const auto place = [&](std::int64_t column, std::int64_t e) {
@@ -433,7 +448,7 @@ TEST(Experts, B21_TiesGoToTheLowerIndex) {
     };
     for (std::int64_t e = 0; e < n; ++e) {
       for (std::int64_t c = 0; c < d; ++c) {
-        router[e * d + c] = 1e-3F * static_cast<float>(place(c, e) / 2 * 2);
+        router[e * d + c] = 1e-3F * static_cast<float>((place(c, e) + 1) / 2);
       }
     }
     const RandomStream stream(3, "columns");
