@@ -252,6 +252,15 @@ static_assert(kFactorGroup == kAmxGroup);
 
 bool packs_factors(DType dtype) { return on_tiles(dtype); }
 
+namespace {
+
+// Each of the two begins a chunk.
+std::int64_t paired_terms(std::int64_t inner) {
+  return 2 * ((inner + kFactorChunk - 1) / kFactorChunk * kFactorChunk);
+}
+
+}  // namespace
+
 std::int64_t factor_bytes(std::int64_t extent, std::int64_t inner) {
   return amx_packed_bytes(extent, inner);
 }
@@ -270,6 +279,34 @@ Factor Factor::right(Matrix b, Transpose transpose, std::byte* room) {
   if (!on_tiles(b.dtype)) return {b, transpose, nullptr, columns, inner};
   amx_pack_columns(tile_operand(b, turned), columns, inner, room);
   return {b, transpose, room, columns, inner};
+}
+
+Factor Factor::left_pair(Matrix a, Matrix also, std::byte* room) {
+  TESSERA_CHECK(on_tiles(a.dtype) && a.rows == also.rows && a.columns == also.columns);
+  std::byte* to = room;
+  for (std::int64_t row = 0; row < a.rows; row += kFactorGroup) {
+    const std::int64_t rows = std::min(kFactorGroup, a.rows - row);
+    for (Matrix part : {a, also}) {
+      part.data = part.at(row, 0);
+      amx_pack_rows(tile_operand(part, false), rows, part.columns, to);
+      to += factor_bytes(kFactorGroup, part.columns);
+    }
+  }
+  return {a, Transpose::kNo, room, a.rows, paired_terms(a.columns)};
+}
+
+Factor Factor::right_pair(Matrix b, Matrix also, std::byte* room) {
+  TESSERA_CHECK(on_tiles(b.dtype) && b.rows == also.rows && b.columns == also.columns);
+  std::byte* to = room;
+  for (std::int64_t column = 0; column < b.columns; column += kFactorGroup) {
+    const std::int64_t columns = std::min(kFactorGroup, b.columns - column);
+    for (Matrix part : {b, also}) {
+      part.data = part.at(0, column);
+      amx_pack_columns(tile_operand(part, false), columns, part.rows, to);
+      to += factor_bytes(kFactorGroup, part.rows);
+    }
+  }
+  return {b, Transpose::kNo, room, b.columns, paired_terms(b.rows)};
 }
 
 Factor Factor::to_be_written(Matrix a, std::byte* room) {

@@ -71,6 +71,10 @@ class Factor {
   static Factor left(Matrix a, Transpose transpose, std::byte* room);
   // op(B).
   static Factor right(Matrix b, Transpose transpose, std::byte* room);
+  // Of A B + A' B', equal in their inner extent, one [A A'] and one [B; B'], in rooms of two. Only
+  // where factors are packed.
+  static Factor left_pair(Matrix a, Matrix also, std::byte* room);
+  static Factor right_pair(Matrix b, Matrix also, std::byte* room);
   // An A, its columns a multiple of kFactorChunk, whose terms the caller is to write at rows(): in
   // the room where factors are packed, else in `a` itself.
   static Factor to_be_written(Matrix a, std::byte* room);

@@ -229,7 +229,7 @@ struct Sizes {
   Sizes(const ExpertsShape& shape, DType dtype, ExpertPlacement placement, std::int64_t tokens)
       : width(shape.row_width()), inner(shape.inner), local(placement.count(shape.experts)) {
     constexpr auto kCount = static_cast<std::int64_t>(kMatrices);
-    if (dtype != DType::kF32) sum_bytes = kPackedRows * width * 4;
+    if (dtype != DType::kF32 && !packs_factors(dtype)) sum_bytes = kExpertRows * width * 4;
     if (!packs_factors(dtype)) return;
     piece_rows = kPackedRows;
     matrix_bytes = factor_bytes(inner, width);
@@ -676,9 +676,15 @@ void Call::experts_backward(const View& row_weights, const View& d_weights) cons
   const View rooms = scratch(kRooms, DType::kF32, {queue_.threads(), sizes_.room_bytes() / 4});
   const float* const weights = row_weights.as<float>();
   float* const weight_gradients = d_weights.as<float>();
+  const bool paired = packs_factors(dtype_);  // gate and up
   for_pieces(
       [&](std::size_t which, std::int64_t expert, std::byte* room) {
-        return Factor::right(expert_matrix(which, expert), Transpose::kNo, room);
+        if (!paired || which == kDownMatrix) {
+          return Factor::right(expert_matrix(which, expert), Transpose::kNo, room);
+        }
+        if (which == kUpMatrix) return Factor();  // its room is the pair's
+        return Factor::right_pair(expert_matrix(kGateMatrix, expert),
+                                  expert_matrix(kUpMatrix, expert), room);
       },
       [&](Worker& worker, const Piece& piece, const std::array<Factor, kMatrices>& factors) {
         std::byte* const room = rooms.raw() + worker.index() * sizes_.room_bytes();
@@ -691,6 +697,12 @@ void Call::experts_backward(const View& row_weights, const View& d_weights) cons
           weight_gradients[row] = HWY_DYNAMIC_DISPATCH(gate_backward_row)(
               elements(gate) + at, elements(up) + at, weights[row], elements(d_inner) + at,
               elements(d_up) + at, elements(inner) + at, sizes_.inner);
+        }
+        if (paired) {
+          const Factor both =
+              Factor::left_pair(rows_of(d_inner, piece), rows_of(d_up, piece), hidden_room);
+          product(worker, both, factors[kGateMatrix], rows_of(d_in, piece), false);
+          return;
         }
         Matrix sum = rows_of(d_in, piece);
         if (dtype_ != DType::kF32) {
