@@ -67,14 +67,15 @@ RegimeMatch match_regimes(const Regime& narrow, const Regime& wide, std::int64_t
 
 std::optional<ProfileSplit> find_split(std::span<const double> dimensions) {
   std::optional<ProfileSplit> best;
+  double widest = 0.0;
   for (std::size_t prefix = 1; prefix <= dimensions.size() / 2; ++prefix) {
-    const double below = *std::max_element(
-        dimensions.begin(), dimensions.begin() + static_cast<std::ptrdiff_t>(prefix));
-    const double above = *std::min_element(dimensions.begin() + static_cast<std::ptrdiff_t>(prefix),
-                                           dimensions.end());
-    if (below < above && (!best || above - below > best->above - best->below)) {
-      best = {static_cast<std::int64_t>(prefix), below, above};
-    }
+    const auto rest = dimensions.begin() + static_cast<std::ptrdiff_t>(prefix);
+    const auto below = std::max_element(dimensions.begin(), rest);
+    const auto above = std::min_element(rest, dimensions.end());
+    if (*above - *below <= widest) continue;
+    widest = *above - *below;
+    best = {static_cast<std::int64_t>(prefix), static_cast<std::size_t>(below - dimensions.begin()),
+            static_cast<std::size_t>(above - dimensions.begin())};
   }
   return best;
 }

@@ -54,8 +54,8 @@ RegimeMatch match_regimes(const Regime& narrow, const Regime& wide, std::int64_t
 // Where the largest dimension of a prefix lies below the smallest of the rest.
 struct ProfileSplit {
   std::int64_t prefix = 0;  // blocks
-  double below = 0.0;       // the largest of the prefix
-  double above = 0.0;       // the smallest of the rest
+  std::size_t below = 0;    // the block of the largest in the prefix
+  std::size_t above = 0;    // the block of the smallest in the rest
 };
 // A shallow prefix: at most half of the blocks. Of several such places the one with the widest gap,
 // the first of equals; none where there is none.

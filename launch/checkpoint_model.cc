@@ -24,10 +24,9 @@ std::string model_lines(const std::string& numerics) {
 }  // namespace
 
 std::string config_of_checkpoint(const std::string& checkpoint) {
-  const std::string config =
-      (fs::absolute(checkpoint).parent_path().parent_path() / "config.textproto")
-          .lexically_normal()
-          .string();
+  std::string config = (fs::absolute(checkpoint).parent_path().parent_path() / "config.textproto")
+                           .lexically_normal()
+                           .string();
   if (!fs::exists(config)) {
     throw Error(ExitCode::kUsage,
                 config + ": no such file; name the checkpoint's config by --config");

@@ -1,5 +1,6 @@
 #include "launch/probe_command.h"
 
+#include <cmath>
 #include <cstdio>
 #include <fstream>
 #include <functional>
@@ -195,7 +196,7 @@ Regime regime_of(const std::string& option, const std::vector<std::int64_t>& num
 
 // Width, layers and the split by what `probe id --json` wrote.
 void read_profile(const std::string& path, Allocation& allocation) {
-  std::vector<double> likelihood, line;
+  std::vector<double> likelihood, error, line, line_error;
   try {
     std::ifstream file(path);
     if (!file) refuse_argument(path, "can't be read");
@@ -204,22 +205,27 @@ void read_profile(const std::string& path, Allocation& allocation) {
     for (const nlohmann::json& block : json.at("blocks")) {
       allocation.layers.push_back(block.at("layer").get<std::int64_t>());
       likelihood.push_back(block.at("likelihood").get<double>());
+      error.push_back(block.at("standard_error").get<double>());
       line.push_back(block.at("line_fit").get<double>());
+      line_error.push_back(kLineError * error.back() * line.back() / likelihood.back());
     }
   } catch (const nlohmann::json::exception&) {
     refuse_argument(path, "isn't what `tessera probe id --json` prints");
   }
-  const auto in_words = [](const std::optional<ProfileSplit>& split) -> std::string {
-    if (!split) return "no shallow prefix lies below the rest";
-    char text[120];
-    std::snprintf(text, sizeof(text), "after block %lld, %.3f below %.3f",
-                  static_cast<long long>(split->prefix), split->below, split->above);
-    return text;
+  const auto in_words = [](const std::vector<double>& values, const std::vector<double>& errors) {
+    const std::optional<ProfileSplit> split = find_split(values);
+    if (!split) return std::string("no shallow prefix lies below the rest");
+    const double gap = values[split->above] - values[split->below];
+    char text[160];
+    std::snprintf(text, sizeof(text), "after block %lld, %.3f below %.3f, %.1f standard errors",
+                  static_cast<long long>(split->prefix), values[split->below], values[split->above],
+                  gap / std::hypot(errors[split->above], errors[split->below]));
+    return std::string(text);
   };
   const std::optional<ProfileSplit> split = find_split(likelihood);
   allocation.narrow_blocks = split ? split->prefix : 0;
-  allocation.origin =
-      in_words(split) + " (by the likelihood; by the line fit: " + in_words(find_split(line)) + ")";
+  allocation.origin = in_words(likelihood, error) +
+                      " (by the likelihood; by the line fit: " + in_words(line, line_error) + ")";
 }
 
 void allocate(const AllocateArguments& arguments) {

@@ -26,6 +26,8 @@ struct IntrinsicDimension {
   double standard_error = 0.0;
 };
 constexpr std::int64_t kLeastPoints = 10;
+// The line's standard error as a multiple of the likelihood's, from simulated mu.
+constexpr double kLineError = 1.1;
 
 // The two estimates from ln mu of n points, all above 0, n at least kLeastPoints.
 IntrinsicDimension dimension_of_ratios(std::vector<double> log_ratios);

@@ -124,7 +124,7 @@ def test_allocate_by_a_profile():
 
     def profile(values):
         harness.write(path, json.dumps({"width": 24, "blocks": [
-            {"layer": layer, "likelihood": value, "line_fit": value + 1}
+            {"layer": layer, "likelihood": value, "standard_error": 0.3, "line_fit": value + 1}
             for layer, value in enumerate(values, start=2)]}))
         return json.loads(allocate("--profile", path, "--json").stdout)
 
@@ -132,6 +132,8 @@ def test_allocate_by_a_profile():
     assert found["narrow_blocks"] == 2 and found["layers"] == [2, 3, 4, 5, 6], found
     assert [model["blocks"] for model in found["models"]][:5] == [
         "nnwww", "nnnnn", "wwwww", "wwnnn", "wwwnn"], found
+    # 5.5 - 4 over sqrt(2) 0.3
+    assert found["split"].startswith("after block 2, 4.000 below 5.500, 3.5 standard errors"), found
     assert found["models"][0]["config"][0].startswith("feed_forward_range { first: 2 last: 3 ")
     none = profile([6.0, 5.0, 4.0, 3.0, 2.0])
     assert none["narrow_blocks"] is None and len(none["models"]) == 2, none
