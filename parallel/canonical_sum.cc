@@ -71,7 +71,7 @@ struct Run {
   std::int64_t begin, end;
 };
 Run run_of(const QuantumShare& share, std::int64_t round, int member) {
-  const std::int64_t begin = round * share.ranks() + member * share.group();
+  const std::int64_t begin = round * share.ranks() + std::int64_t{member} * share.group();
   return {std::min(begin, share.quanta()), std::min(begin + share.group(), share.quanta())};
 }
 

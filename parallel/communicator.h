@@ -58,7 +58,7 @@ enum class Reduction : std::uint8_t { kSum, kMin, kMax };
 // called now and then: MPI moves data only inside its calls. Every rank starts and finishes the
 // same transfers in the same order; each has a tag of its own, so those in flight can't be mixed
 // up. The communicator outlives them.
-class Communicator : public BackgroundWork {
+class Communicator final : public BackgroundWork {
  public:
   // Collective over `parent`. `activity`, if given, outlives this and is told of every operation
   // before and after. `count_limit` is the largest count that an MPI call is given.

@@ -13,7 +13,7 @@
 
 namespace tessera {
 
-class Mesh : public BackgroundWork {
+class Mesh final : public BackgroundWork {
  public:
   // Collective. expert_ranks: E, must divide the world's size (throws Error(kUsage)). The world
   // outlives the mesh.

@@ -104,7 +104,7 @@ TEST(Plan, TheFlagshipIsSharedOutOnceOnEveryLayout) {
         }
       }
       EXPECT_GE(padded, 6'586'356'320);
-      EXPECT_LT(padded, 6'586'356'320 + 49 * 40 * 1024);
+      EXPECT_LT(padded, 6'586'356'320 + std::int64_t{49} * 40 * 1024);
       EXPECT_EQ(held, 4 * padded);
       if (all == 0) all = padded;
       EXPECT_EQ(padded, all);

@@ -52,7 +52,7 @@ TEST(Mesh, GroupsHoldAllExpertsAndShardsTheSameOnes) {
     if (size == 1) continue;
     EXPECT_EQ(mesh.expert_group().size(), size);
     EXPECT_EQ(mesh.expert_group().rank(), world.rank() % size);
-    const std::int64_t first = world.rank() / size * size;
+    const int first = world.rank() / size * size;
     EXPECT_EQ(mesh.expert_group().all_reduce("ranks", Reduction::kSum, world.rank()),
               first * size + size * (size - 1) / 2);
   }
@@ -95,21 +95,24 @@ TEST(GroupExchange, UnevenAndEmptyMessagesArriveAndNothingIsAllocated) {
     std::int64_t sent = 0, allocations = 0;
     for (int round = 0; round < 12; ++round) {
       for (int peer = 0; peer < size; ++peer) {
-        for (int which = 0; which < 2; ++which) {
-          const auto place = static_cast<std::size_t>(2 * peer + which);
-          const std::int64_t bytes = bytes_between(2 * round + which, self, peer);
+        for (std::size_t which = 0; which < 2; ++which) {
+          const auto place = 2 * static_cast<std::size_t>(peer) + which;
+          const std::int64_t bytes = bytes_between(2 * round + static_cast<int>(which), self, peer);
           for (std::int64_t i = 0; i < bytes; ++i) {
-            out[place][static_cast<std::size_t>(i)] = value_of(2 * round + which, self, peer, i);
+            out[place][static_cast<std::size_t>(i)] =
+                value_of(2 * round + static_cast<int>(which), self, peer, i);
           }
           if (peer != self) sent += bytes;
         }
       }
       const std::int64_t allocated = testing::count_allocations([&] {
         for (int peer = 0; peer < size; ++peer) {
-          for (int which = 0; which < 2; ++which) {
-            const auto place = static_cast<std::size_t>(2 * peer + which);
-            exchange.send(peer, out[place].data(), bytes_between(2 * round + which, self, peer));
-            exchange.receive(peer, in[place].data(), bytes_between(2 * round + which, peer, self));
+          for (std::size_t which = 0; which < 2; ++which) {
+            const auto place = 2 * static_cast<std::size_t>(peer) + which;
+            exchange.send(peer, out[place].data(),
+                          bytes_between(2 * round + static_cast<int>(which), self, peer));
+            exchange.receive(peer, in[place].data(),
+                             bytes_between(2 * round + static_cast<int>(which), peer, self));
           }
         }
         exchange.start("rows");
@@ -118,11 +121,12 @@ TEST(GroupExchange, UnevenAndEmptyMessagesArriveAndNothingIsAllocated) {
       });
       if (round > 0) allocations += allocated;
       for (int peer = 0; peer < size; ++peer) {
-        for (int which = 0; which < 2; ++which) {
-          const auto place = static_cast<std::size_t>(2 * peer + which);
-          for (std::int64_t i = 0; i < bytes_between(2 * round + which, peer, self); ++i) {
+        for (std::size_t which = 0; which < 2; ++which) {
+          const auto place = 2 * static_cast<std::size_t>(peer) + which;
+          for (std::int64_t i = 0;
+               i < bytes_between(2 * round + static_cast<int>(which), peer, self); ++i) {
             ASSERT_EQ(in[place][static_cast<std::size_t>(i)],
-                      value_of(2 * round + which, peer, self, i))
+                      value_of(2 * round + static_cast<int>(which), peer, self, i))
                 << "round " << round << " from " << peer;
           }
         }

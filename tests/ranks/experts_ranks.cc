@@ -301,7 +301,7 @@ TEST(Experts, RowsReallyCrossRanksAndNothingIsAllocated) {
     EXPECT_EQ(testing::count_allocations([&] { run.step(); }), 0);
     const TrafficCount exchange = run.engine.mesh().traffic(Traffic::kExchange);
     // Counts, rows and results; and their gradients: in each round, of two layers with experts.
-    EXPECT_EQ(exchange.calls, e == 1 ? 0 : 5 * 2 * run.plan.share().rounds());
+    EXPECT_EQ(exchange.calls, e == 1 ? 0 : 10 * run.plan.share().rounds());
     const std::int64_t sent =
         run.communicator.all_reduce("sent", Reduction::kSum, exchange.bytes_sent);
     EXPECT_EQ(sent > 0, e > 1);
