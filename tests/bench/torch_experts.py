@@ -12,8 +12,6 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-torch._dynamo.config.capture_scalar_outputs = True
-
 
 def swiglu(gate_up):
     gate, up = gate_up.chunk(2, -1)
