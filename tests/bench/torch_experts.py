@@ -36,7 +36,7 @@ class Experts(nn.Module):
         self.latent = options.latent > 0
         if self.latent:
             self.latent_in, self.latent_out = matrix(row, d), matrix(d, row)
-        self.largest = 0.0
+        self.capacity = 0
 
     def loop(self, rows, counts):
         parts = rows.split(counts.tolist())
@@ -60,7 +60,9 @@ class Experts(nn.Module):
         order = flat.argsort(stable=True)
         token = order // self.active
         if self.way == "bmm":
-            most = int(counts.max())
+            if self.capacity == 0:  # once, so that shapes don't depend on data
+                self.capacity = int(counts.max())
+            most = self.capacity
             start = counts.cumsum(0) - counts
             expert = flat[order]
             place = expert * most + torch.arange(order.numel()) - start[expert]
@@ -109,8 +111,10 @@ def main():
     for name, parameter in layer.named_parameters():
         if name != "router":
             parameter.data = parameter.data.to(dtype)
-    run = torch.compile(layer) if options.compile else layer
     x = torch.randn(options.length, options.width, dtype=dtype, requires_grad=True)
+    with torch.no_grad():
+        layer(x)
+    run = torch.compile(layer) if options.compile else layer
     d_out = torch.randn(options.length, options.width, dtype=dtype)
     one = torch.ones(())
     row = options.latent or options.width
