@@ -22,7 +22,7 @@ namespace {
 struct PlanArguments {
   std::string config;
   std::vector<std::string> overrides;
-  int ranks = 1;
+  int ranks = 0;         // 0: as many as hold the experts
   int expert_ranks = 0;  // 0: the config's
   std::int64_t memory = 0;
   std::int64_t match = 0;
@@ -174,13 +174,14 @@ void plan(const PlanArguments& arguments) {
   if (arguments.expert_ranks > 0) {
     config.mutable_parallel()->set_expert_ranks(arguments.expert_ranks);
   }
-  const Layout layout = {arguments.ranks, static_cast<int>(config.parallel().expert_ranks())};
+  const auto expert_ranks = static_cast<int>(config.parallel().expert_ranks());
+  const Layout layout = {arguments.ranks > 0 ? arguments.ranks : expert_ranks, expert_ranks};
   const Stack stack(config.model(), compute_type(config));
   if (arguments.match > 0) {
     print_match(config.model(), arguments);
     return;
   }
-  const RunSummary summary = summarise(stack, config, length, arguments.ranks);
+  const RunSummary summary = summarise(stack, config, length, layout.ranks);
   if (arguments.json) {
     print_json(summary, layout);
   } else {
@@ -203,9 +204,10 @@ void add_plan_command(CLI::App& app) {
   command->add_option("--set", arguments->overrides, "path=value, overrides a field; repeatable")
       ->expected(1)
       ->multi_option_policy(CLI::MultiOptionPolicy::TakeAll);
-  command->add_option("--ranks", arguments->ranks, "Ranks to plan for")
-      ->check(CLI::Range(1, 1 << 20))
-      ->capture_default_str();
+  command
+      ->add_option("--ranks", arguments->ranks,
+                   "Ranks to plan for; default: as many as hold the experts between them, or 1")
+      ->check(CLI::Range(1, 1 << 20));
   command
       ->add_option("--expert-ranks", arguments->expert_ranks,
                    "Ranks that hold the experts between them; else the config's")
