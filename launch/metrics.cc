@@ -302,7 +302,7 @@ std::string Progress::line(const StepMetrics& metrics) {
     text += "  warning: expert " + std::to_string(expert) + " of layer " +
             std::to_string(loads_.layers[layer]) +
             formatted(" starves, with %.2f of the mean load", least);
-    if (starving > 1) text += ", and " + std::to_string(starving - 1) + " more";
+    if (starving > 1) text += "; so do " + std::to_string(starving - 1) + " more";
   }
   loads_ = {};
   return text;

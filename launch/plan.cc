@@ -27,6 +27,22 @@ std::int64_t expert_row_bytes(const Stack& stack, const EngineOptions& options) 
   return saved + scratch;
 }
 
+// All of them. Of many that share gradients out at once, both ends and the last of the first group:
+// the last of a group holds as many experts as any, the first ranks have as many quanta as any, and
+// beyond that ranks differ by a slice's granule a unit. (Ranks that sum their own runs first differ
+// by whole sums.)
+std::vector<int> ranks_to_plan(int ranks, const EngineOptions& options) {
+  constexpr int kAll = 512, kEnd = 64;
+  const bool all = ranks <= kAll || options.accumulate == Accumulate::kLocal;
+  std::vector<int> list;
+  for (int rank = 0; rank < ranks; ++rank) {
+    if (all || rank < kEnd || rank >= ranks - kEnd || rank == options.expert_ranks - 1) {
+      list.push_back(rank);
+    }
+  }
+  return list;
+}
+
 }  // namespace
 
 RunSummary summarise(const Stack& stack, const Config& config, std::int64_t sequence_length,
@@ -57,7 +73,7 @@ RunSummary summarise(const Stack& stack, const Config& config, std::int64_t sequ
   summary.active_parameters += summary.embedding_parameters + summary.head_parameters;
   summary.forward_flops_per_token = stack.flops_per_token(sequence_length);
   summary.train_flops_per_token = 3 * summary.forward_flops_per_token;
-  for (int rank = 0; rank < ranks; ++rank) {
+  for (const int rank : ranks_to_plan(ranks, engine_options(config, sequence_length, 0, ranks))) {
     const EnginePlan plan(stack, engine_options(config, sequence_length, rank, ranks));
     if (plan.memory().bytes() > summary.bytes_per_rank) {
       summary.bytes_per_rank = plan.memory().bytes();

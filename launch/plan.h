@@ -33,7 +33,7 @@ struct RunSummary {
   std::vector<LayerSummary> layers;
   double forward_flops_per_token = 0.0;
   double train_flops_per_token = 0.0;  // forward and backward; recomputation isn't counted
-  // Of the rank that needs most.
+  // Of the rank that needs most; of more than 512 ranks some are looked at.
   std::vector<std::pair<std::string, std::int64_t>> memory;  // by category; the last: libraries
   std::int64_t bytes_per_rank = 0;
   // Within activations and scratch: rows of experts, if all tokens choose this rank's.

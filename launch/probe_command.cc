@@ -231,6 +231,9 @@ void read_profile(const std::string& path, Allocation& allocation) {
 void allocate(const AllocateArguments& arguments) {
   Allocation allocation;
   if (!arguments.profile.empty()) read_profile(arguments.profile, allocation);
+  if (arguments.width > 0 && !arguments.profile.empty()) {
+    refuse_argument("--width", "the profile says it");
+  }
   if (arguments.width > 0) allocation.width = arguments.width;
   if (!arguments.layers.empty()) {
     if (arguments.layers[0] > arguments.layers[1]) {
@@ -259,6 +262,11 @@ void allocate(const AllocateArguments& arguments) {
   }
   allocation.narrow = regime_of("--narrow", arguments.narrow);
   allocation.wide = regime_of("--wide", arguments.wide);
+  if (allocation.narrow.capacity() >= allocation.wide.capacity()) {
+    refuse_argument("--narrow", "its q = min(l, m) must be below the wide one's " +
+                                    std::to_string(allocation.wide.capacity()) + ", is " +
+                                    std::to_string(allocation.narrow.capacity()));
+  }
   allocation.narrow.shared = arguments.shared;
   allocation.wide.shared = matching_shared(allocation.wide, allocation.width,
                                            budgets(allocation.narrow, allocation.width).rest);

@@ -19,6 +19,15 @@ std::int64_t require_range(const std::string& path, std::int64_t value, std::int
   return value;
 }
 
+double require_at_least_zero(const std::string& path, double value) {
+  if (!std::isfinite(value) || value < 0) {
+    std::ostringstream found;
+    found << value;
+    refuse(path, "must be a finite number of at least 0", found.str());
+  }
+  return value;
+}
+
 double require_positive(const std::string& path, double value) {
   if (!std::isfinite(value) || value <= 0) {
     std::ostringstream found;
@@ -32,7 +41,15 @@ namespace {
 
 // Experts' shape is theirs to judge.
 void validate_feed_forward(const std::string& path, const FeedForwardConfig& config) {
-  if (config.has_experts()) return;
+  if (config.has_experts()) {
+    if (config.wider_layers() == 0) return;
+    refuse(path + ".wider_layers", "must be 0 with experts, which have no width to add to",
+           std::to_string(config.wider_layers()));
+  }
+  if (config.width() < 1) {
+    refuse(path + ".width", "must be at least 1, unless there are experts in its place",
+           std::to_string(config.width()));
+  }
   require_range(path + ".width", config.width(), 1, kMaxFeedForwardWidth);
 }
 
@@ -61,7 +78,7 @@ void validate(const ModelConfig& config) {
   require_range("model.length", config.length(), 1, kMaxLength);
   validate_feed_forward("model.feed_forward", config.feed_forward());
   require_range("model.feed_forward.wider_layers", config.feed_forward().wider_layers(), 0,
-                config.feed_forward().has_experts() ? 0 : kMaxLayers);
+                kMaxLayers);
   for (int i = 0; i < config.feed_forward_range_size(); ++i) {
     const std::string path = "model.feed_forward_range[" + std::to_string(i) + "]";
     const FeedForwardRange& range = config.feed_forward_range(i);
@@ -75,7 +92,11 @@ void validate(const ModelConfig& config) {
              std::to_string(range.first()));
     }
     validate_feed_forward(path + ".feed_forward", range.feed_forward());
-    require_range(path + ".feed_forward.wider_layers", range.feed_forward().wider_layers(), 0, 0);
+    if (range.feed_forward().wider_layers() != 0) {
+      refuse(path + ".feed_forward.wider_layers",
+             "must be 0: a range has one width, give its wider layers a range of their own",
+             std::to_string(range.feed_forward().wider_layers()));
+    }
   }
   require_positive("model.norm_epsilon", config.norm_epsilon());
   require_positive("model.init_deviation", config.init_deviation());

@@ -24,6 +24,7 @@ constexpr std::int64_t kMaxLayers = 4096;
 // Returns the value when it lies in [least, most].
 std::int64_t require_range(const std::string& path, std::int64_t value, std::int64_t least,
                            std::int64_t most);
+double require_at_least_zero(const std::string& path, double value);  // finite too
 // Finite and above 0.
 double require_positive(const std::string& path, double value);
 

@@ -886,10 +886,6 @@ void append(std::vector<BufferSpec>& list, std::vector<BufferSpec> more) {
   }
 }
 
-double coefficient(const std::string& path, double value) {
-  return value == 0.0 ? 0.0 : require_positive(path, value);
-}
-
 }  // namespace
 
 ExpertsShape experts_shape(const ExpertsConfig& given, std::int64_t width,
@@ -910,9 +906,10 @@ ExpertsShape experts_shape(const ExpertsConfig& given, std::int64_t width,
   shape.renormalise = config.renormalise();
   shape.selection_bias = config.selection_bias();
   shape.auxiliary_coefficient =
-      coefficient(path + ".auxiliary_coefficient", config.auxiliary_coefficient());
-  shape.z_coefficient = coefficient(path + ".z_coefficient", config.z_coefficient());
-  shape.capacity_factor = coefficient(path + ".capacity_factor", config.capacity_factor());
+      require_at_least_zero(path + ".auxiliary_coefficient", config.auxiliary_coefficient());
+  shape.z_coefficient = require_at_least_zero(path + ".z_coefficient", config.z_coefficient());
+  shape.capacity_factor =
+      require_at_least_zero(path + ".capacity_factor", config.capacity_factor());
   return shape;
 }
 

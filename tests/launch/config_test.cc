@@ -197,7 +197,7 @@ TEST_F(ConfigTest, B35_BrokenConfigsNameLinePathAndNearestField) {
        ":13: model.feed_forward.experts.active: ", "must be at most 4, is 5"},
       {"a capacity below 0", "feed_forward { width: 128 }",
        "feed_forward { experts { experts: 4 active: 2 width: 16 capacity_factor: -1 } }",
-       ":13: model.feed_forward.experts.capacity_factor: ", "above 0, is -1"},
+       ":13: model.feed_forward.experts.capacity_factor: ", "at least 0, is -1"},
       {"a latent space of nothing", "feed_forward { width: 128 }",
        "feed_forward { experts { experts: 4 active: 2 width: 16 latent { } } }",
        ":13: model.feed_forward.experts.latent.width: ", "must be at least 1, is 0"},

@@ -331,7 +331,7 @@ TEST(Progress, TheLineWarnsOfExpertsThatStarve) {
   progress.add_loads(routers({1, 20, 39}, {20, 0}));
   EXPECT_THAT(
       progress.line(step(3)),
-      EndsWith("  warning: expert 1 of layer 4 starves, with 0.00 of the mean load, and 1 more"));
+      EndsWith("  warning: expert 1 of layer 4 starves, with 0.00 of the mean load; so do 1 more"));
   EXPECT_THAT(progress.line(step(4)), testing::Not(HasSubstr("starve"))) << "begins anew";
 }
 

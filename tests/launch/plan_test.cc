@@ -113,6 +113,28 @@ TEST(Plan, TheFlagshipIsSharedOutOnceOnEveryLayout) {
   }
 }
 
+// Of many ranks some are looked at: nothing that the others need is missed by more than a granule a
+// unit.
+TEST(Plan, ManyRanksArePlannedByAFew) {
+  Config config = load_config("aether_7b");
+  config.mutable_train()->set_global_batch(700);
+  constexpr int kRanks = 600;
+  for (const int expert_ranks : {1, 3}) {
+    config.mutable_parallel()->set_expert_ranks(expert_ranks);
+    const Stack stack(config.model(), DType::kBF16);
+    std::int64_t most = 0, units = 0;
+    for (int rank = 0; rank < kRanks; ++rank) {
+      const EnginePlan plan(stack, engine_options(config, 4096, rank, kRanks));
+      most = std::max(most, plan.memory().bytes());
+      units = static_cast<std::int64_t>(plan.units().size());
+    }
+    const std::int64_t found =
+        summarise(stack, config, 4096, kRanks).bytes_per_rank - kLibraryBytes;
+    EXPECT_LE(found, most);
+    EXPECT_GE(found, most - 32 * 1024 * units);
+  }
+}
+
 TEST(Plan, B37_WhatCantFitIsRefusedByTheLargestLine) {
   Config config = load_config("aether_7b");
   config.mutable_parallel()->set_expert_ranks(8);

@@ -166,6 +166,10 @@ def test_what_cant_be_allocated_is_refused():
     done = probe("allocate", *whole, "1", "--narrow", "17,16,10,14", "--wide", WIDE, "--shared",
                  "9", expect=2)
     assert "--narrow: a token can't use K = 17 of N = 16" in done.stderr, done.stderr
+    for narrow, wide in ((NARROW, NARROW), (WIDE, NARROW)):  # neither is below the other
+        done = probe("allocate", *whole, "1", "--narrow", narrow, "--wide", wide, "--shared", "9",
+                     expect=2)
+        assert "--narrow: its q = min(l, m) must be below" in done.stderr, done.stderr
     done = probe("allocate", *whole, "1", "--narrow", NARROW, "--wide", "2,90,16,17", "--shared",
                  "0", expect=2)
     assert "--wide: maps and router" in done.stderr, done.stderr
