@@ -85,19 +85,22 @@ __mmask32 first_lanes(std::int64_t count) {
   return count >= 32 ? 0xFFFFFFFFU : static_cast<__mmask32>((std::uint32_t{1} << count) - 1);
 }
 
-// b's rows lie along its columns: interleaves two of them. One chunk of a sliver.
+// b's rows lie along its columns: interleaves two of them. One sliver.
 TESSERA_AMX void pack_along(const BFloat16* from, std::int64_t stride, std::int64_t columns,
                             std::int64_t depth, std::byte* to) {
   const __m512i low = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8,
                                        39, 7, 38, 6, 37, 5, 36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
   const __m512i high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
   const __mmask32 lanes = first_lanes(columns);
-  for (std::int64_t k = 0; k < kChunk; k += 2) {
+  for (std::int64_t k = 0; k < rounded_up(depth, kChunk); k += 2) {
     const BFloat16* const row = from + k * stride;
+    // The next sliver lies beside this one, in lines that no prefetcher sees coming.
+    _mm_prefetch(row + kSliver, _MM_HINT_T1);
+    _mm_prefetch(row + stride + kSliver, _MM_HINT_T1);
     const __m512i x = k < depth ? _mm512_maskz_loadu_epi16(lanes, row) : _mm512_setzero_si512();
     const __m512i y =
         k + 1 < depth ? _mm512_maskz_loadu_epi16(lanes, row + stride) : _mm512_setzero_si512();
-    std::byte* const place = to + k / 2 * kLine;
+    std::byte* const place = to + k / kChunk * 2 * kTile + k % kChunk / 2 * kLine;
     _mm512_store_si512(place, _mm512_permutex2var_epi16(x, low, y));
     _mm512_store_si512(place + kTile, _mm512_permutex2var_epi16(x, high, y));
   }
@@ -128,7 +131,7 @@ TESSERA_AMX void pack_transposed(const BFloat16* from, std::int64_t stride, std:
   const __mmask32 lanes = first_lanes(rows);
   const auto row = [&](std::int64_t term) TESSERA_AMX {
     if (term >= depth) return _mm512_setzero_si512();
-    // The next group lies beside this one, in lines that no prefetcher sees coming.
+    // As above.
     _mm_prefetch(from + term * stride + kAmxGroup, _MM_HINT_T1);
     return _mm512_maskz_loadu_epi16(lanes, from + term * stride);
   };
@@ -398,22 +401,15 @@ void amx_pack_rows(AmxOperand a, std::int64_t rows, std::int64_t inner, std::byt
 }
 
 void amx_pack_columns(AmxOperand b, std::int64_t columns, std::int64_t inner, std::byte* to) {
-  const std::int64_t sliver = amx_packed_bytes(kSliver, inner);
-  if (b.column_stride != 1) {
-    for (std::int64_t column = 0; column < columns; column += kSliver) {
-      pack_across(b.data + column * b.column_stride, b.column_stride,
-                  std::min(kSliver, columns - column), inner, to);
-      to += sliver;
+  for (std::int64_t column = 0; column < columns; column += kSliver) {
+    const BFloat16* const from = b.data + column * b.column_stride;
+    const std::int64_t width = std::min(kSliver, columns - column);
+    if (b.column_stride == 1) {
+      pack_along(from, b.row_stride, width, inner, to);
+    } else {
+      pack_across(from, b.column_stride, width, inner, to);
     }
-    return;
-  }
-  // Chunk by chunk, so that rows are read as they lie.
-  for (std::int64_t k = 0; k < inner; k += kChunk) {
-    for (std::int64_t column = 0; column < columns; column += kSliver) {
-      pack_along(b.data + k * b.row_stride + column, b.row_stride,
-                 std::min(kSliver, columns - column), std::min(kChunk, inner - k),
-                 to + column / kSliver * sliver + k / kChunk * 2 * kTile);
-    }
+    to += amx_packed_bytes(kSliver, inner);
   }
 }
 
