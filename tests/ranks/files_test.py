@@ -77,7 +77,9 @@ def test_plan_agrees_with_itself():
     assert layers[0]["feed_forward_parameters"] == 3 * 40 * 53
     total = summary["embedding_parameters"] + summary["head_parameters"]
     for layer in layers:
-        total += sum(layer[key] for key in layer if key.endswith("_parameters"))
+        parts = [layer[part + "_parameters"] for part in ("mixer", "feed_forward", "norm")]
+        assert sum(parts) == layer["active_parameters"], layer
+        total += sum(parts)
     assert total == summary["total_parameters"] == summary["active_parameters"]
     assert sum(summary["memory"].values()) == summary["bytes_per_rank"]
     two = plan(["--ranks", "2"])
