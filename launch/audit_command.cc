@@ -16,7 +16,6 @@
 #include "launch/layer_progress.h"
 #include "launch/numbers.h"
 #include "launch/plan.h"
-#include "launch/router_result.h"
 #include "launch/together.h"
 #include "parallel/checkpoint.h"
 #include "runtime/error.h"
@@ -34,25 +33,6 @@ struct AuditArguments {
   AuditOptions options;
   bool json = false;
 };
-
-// Parameters come from the file, on each rank all of them.
-void read_parameters(AuditSubject& subject, const std::string& path, Communicator& alone) {
-  subject.parameters = [path, &alone](std::span<const ParameterSpec> parameters,
-                                      std::span<const View> values) {
-    std::vector<CheckpointArray> arrays;
-    for (std::size_t i = 0; i < parameters.size(); ++i) {
-      arrays.push_back({"params/" + parameters[i].name,
-                        parameters[i].shape,
-                        {{0, values[i].count(), values[i].as<float>()}}});
-    }
-    read_checkpoint(alone, path, arrays);
-  };
-  subject.selection_bias = [path, &alone](std::int64_t layer, const View& bias) {
-    const CheckpointArray array = {
-        selection_bias_name(layer), bias.shape(), {{0, bias.count(), bias.as<float>()}}};
-    read_checkpoint(alone, path, std::span(&array, 1));
-  };
-}
 
 // Rank 0 reads the config; the others get it.
 Config read_config(AuditArguments& arguments, AuditedModel& model, Communicator& communicator) {
@@ -136,7 +116,10 @@ int audit_command(AuditArguments arguments, Communicator& communicator) {
                 config.execution().memory_limit_bytes(), kLibraryBytes);
   AuditSubject subject = initialised_subject(config.model(), config.train().seed(), device);
   Communicator alone(MPI_COMM_SELF);
-  if (!arguments.checkpoint.empty()) read_parameters(subject, arguments.checkpoint, alone);
+  if (!arguments.checkpoint.empty()) {  // on each rank all of them
+    subject.parameters = parameters_of(arguments.checkpoint, alone);
+    subject.selection_bias = selection_bias_of(arguments.checkpoint, alone);
+  }
   ModelConfig counted = config.model();
   counted.set_length(1);
   model.parameters = Stack(counted).parameter_count();

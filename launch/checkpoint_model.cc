@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <filesystem>
 
+#include "launch/router_result.h"
 #include "runtime/error.h"
 
 namespace tessera {
@@ -42,6 +43,29 @@ void check_model(const Config& config, const CheckpointMeta& meta, const std::st
   throw Error(ExitCode::kUsage, differences[0].path + ": " + checkpoint + " has " +
                                     differences[0].saved + ", the config has " +
                                     differences[0].now);
+}
+
+std::function<void(std::span<const ParameterSpec>, std::span<const View>)> parameters_of(
+    const std::string& checkpoint, Communicator& alone) {
+  return [checkpoint, &alone](std::span<const ParameterSpec> parameters,
+                              std::span<const View> values) {
+    std::vector<CheckpointArray> arrays;
+    for (std::size_t i = 0; i < parameters.size(); ++i) {
+      arrays.push_back({"params/" + parameters[i].name,
+                        parameters[i].shape,
+                        {{0, values[i].count(), values[i].as<float>()}}});
+    }
+    read_checkpoint(alone, checkpoint, arrays);
+  };
+}
+
+std::function<void(std::int64_t, const View&)> selection_bias_of(const std::string& checkpoint,
+                                                                 Communicator& alone) {
+  return [checkpoint, &alone](std::int64_t layer, const View& bias) {
+    const CheckpointArray array = {
+        selection_bias_name(layer), bias.shape(), {{0, bias.count(), bias.as<float>()}}};
+    read_checkpoint(alone, checkpoint, std::span(&array, 1));
+  };
 }
 
 }  // namespace tessera

@@ -17,7 +17,6 @@
 #include "launch/numbers.h"
 #include "launch/plan.h"
 #include "launch/probe.h"
-#include "launch/router_result.h"
 #include "launch/trainer.h"
 #include "layers/configuration.h"
 #include "parallel/checkpoint.h"
@@ -36,25 +35,6 @@ struct ProbeArguments {
   std::string svg;
   bool json = false;
 };
-
-// The parameters and biases of a checkpoint.
-void read_from(const std::string& path, Communicator& alone, ProbeSubject& subject) {
-  subject.parameters = [path, &alone](std::span<const ParameterSpec> parameters,
-                                      std::span<const View> values) {
-    std::vector<CheckpointArray> arrays;
-    for (std::size_t i = 0; i < parameters.size(); ++i) {
-      arrays.push_back({"params/" + parameters[i].name,
-                        parameters[i].shape,
-                        {{0, values[i].count(), values[i].as<float>()}}});
-    }
-    read_checkpoint(alone, path, arrays);
-  };
-  subject.selection_bias = [path, &alone](std::int64_t layer, const View& bias) {
-    const CheckpointArray array = {
-        selection_bias_name(layer), bias.shape(), {{0, bias.count(), bias.as<float>()}}};
-    read_checkpoint(alone, path, std::span(&array, 1));
-  };
-}
 
 void publish(const std::string& svg, const std::string& path) {
   if (!path.empty()) publish_file(path, svg);
@@ -81,7 +61,8 @@ ProbeContext walk(ProbeArguments arguments, Communicator& alone,
   subject.model = config.model();
   subject.end_of_sequence = stream.corpus().end_of_sequence;
   subject.document_masking = config.data().document_masking();
-  read_from(arguments.checkpoint, alone, subject);
+  subject.parameters = parameters_of(arguments.checkpoint, alone);
+  subject.selection_bias = selection_bias_of(arguments.checkpoint, alone);
   Device device(static_cast<int>(config.execution().threads()),
                 config.execution().memory_limit_bytes(), kLibraryBytes);
   before(device.queue());
