@@ -1,19 +1,11 @@
 // An allocation as a table and as JSON.
 #include <google/protobuf/text_format.h>
 
-#include <cstdio>
-
 #include "launch/allocation.h"
+#include "launch/format.h"
 
 namespace tessera {
 namespace {
-
-template <class... Values>
-std::string format(const char* pattern, Values... values) {
-  char text[200];
-  std::snprintf(text, sizeof(text), pattern, values...);
-  return text;
-}
 
 using Long = long long;  // what %lld takes
 

@@ -13,6 +13,7 @@
 
 #include "data/build.h"
 #include "data/stream.h"
+#include "launch/paths.h"
 #include "launch/together.h"
 #include "parallel/communicator.h"
 
@@ -36,10 +37,6 @@ struct DataOptions {
   bool json = false;
 };
 
-std::string absolute(const std::string& path) {
-  return std::filesystem::absolute(path).lexically_normal().string();
-}
-
 void build_command(const DataOptions& options) {
   MpiSession session(nullptr, nullptr);
   Communicator communicator(MPI_COMM_WORLD);
@@ -50,9 +47,9 @@ void build_command(const DataOptions& options) {
   build_options.report = [](const std::string& line) { std::cout << line << std::endl; };
 
   // Ranks may start in different folders: rank 0 reads the recipe and resolves the paths.
-  std::string recipe_path = absolute(options.recipe);
-  build_options.sources = absolute(options.sources);
-  build_options.out = absolute(options.out);
+  std::string recipe_path = absolute_path(options.recipe);
+  build_options.sources = absolute_path(options.sources);
+  build_options.out = absolute_path(options.out);
   Recipe recipe;
   std::unique_ptr<Tokenizer> tokenizer;
   try {

@@ -1,8 +1,10 @@
 // tessera: one program with subcommands.
 #include <glog/logging.h>
+#include <unistd.h>
 
 #include <CLI/CLI.hpp>
 #include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <new>
 #include <string>
@@ -20,6 +22,46 @@
 #include "launch/version.h"
 #include "runtime/device.h"
 #include "runtime/error.h"
+
+namespace {
+
+// What Open MPI's launcher tells a process of its job, before MPI is initialised; 0 without one.
+int launched(const char* variable) {
+  const char* value = std::getenv(variable);
+  return value == nullptr ? 0 : std::atoi(value);
+}
+
+// Every process of a job finds the same fault: rank 0 says it. The others wait for their end by the
+// launcher, which ends the job at the first that leaves, so that rank 0 gets to say it.
+int usage_fault(const std::string& line) {
+  if (launched("OMPI_COMM_WORLD_RANK") == 0) {
+    std::fprintf(stderr, "tessera: %s\n", line.c_str());
+  } else {
+    sleep(10);
+  }
+  return static_cast<int>(tessera::ExitCode::kUsage);
+}
+
+// "data verify"; "" where the line names no command or only a part of one.
+std::string command_name(const CLI::App& app, int argc, char** argv) {
+  std::string name;
+  const CLI::App* at = &app;
+  for (int i = 1; i < argc; ++i) {
+    const auto next =
+        at->get_subcommands([&](const CLI::App* each) { return each->check_name(argv[i]); });
+    if (next.empty()) break;
+    name += (at == &app ? "" : " ") + next[0]->get_name();
+    at = next[0];
+  }
+  return at->get_subcommands({}).empty() ? name : "";
+}
+
+// The processes of these work together; those of any other would each do all of its work.
+bool runs_on_ranks(const std::string& command) {
+  return command == "train" || command == "audit" || command == "data build" || command.empty();
+}
+
+}  // namespace
 
 int main(int argc, char** argv) {
   // A signal in the first instants of a run must find its handler.
@@ -46,18 +88,29 @@ int main(int argc, char** argv) {
     tessera::add_audit_command(app, exit_code);
     tessera::add_profile_command(app);
     tessera::add_probe_command(app, exit_code);
+    const int ranks = launched("OMPI_COMM_WORLD_SIZE");
+    const std::string command = command_name(app, argc, argv);
+    if (ranks > 1 && !runs_on_ranks(command)) {
+      return usage_fault(command + " runs as one process, and mpirun has started " +
+                         std::to_string(ranks) + ": start it without mpirun");
+    }
     app.parse(argc, argv);
   } catch (const CLI::ParseError& error) {
     if (error.get_exit_code() == 0) return app.exit(error);  // --help, --version
-    // Of a command that doesn't exist CLI11 says only that one is needed.
+    // CLI11 says only that a command is needed when it is misspelt, and lists what it didn't expect
+    // from the last to the first.
     const std::vector<std::string> unknown = app.remaining(true);
-    const bool misspelt = dynamic_cast<const CLI::RequiredError*>(&error) && !unknown.empty();
-    const std::string what =
-        misspelt ? "unknown command or option \"" + unknown[0] + "\"" : error.what();
-    std::fprintf(
-        stderr, "tessera: %s; see tessera %s--help\n", what.c_str(),
-        app.get_subcommands().empty() ? "" : (app.get_subcommands()[0]->get_name() + " ").c_str());
-    return static_cast<int>(tessera::ExitCode::kUsage);
+    std::string what = error.what();
+    if (!unknown.empty() && dynamic_cast<const CLI::RequiredError*>(&error) != nullptr) {
+      what = "unknown command or option \"" + unknown[0] + "\"";
+    } else if (dynamic_cast<const CLI::ExtrasError*>(&error) != nullptr) {
+      what = "not expected:";
+      for (const std::string& argument : unknown) what += " " + argument;
+    }
+    return usage_fault(
+        what + "; see tessera " +
+        (app.get_subcommands().empty() ? "" : app.get_subcommands()[0]->get_name() + " ") +
+        "--help");
   } catch (const tessera::Error& error) {
     std::fprintf(stderr, "tessera: %s\n", error.what());
     return static_cast<int>(error.code());

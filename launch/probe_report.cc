@@ -1,20 +1,13 @@
 // What the probe found as tables, JSON and charts.
 #include <algorithm>
 #include <cmath>
-#include <cstdio>
 #include <limits>
 
+#include "launch/format.h"
 #include "launch/probe.h"
 
 namespace tessera {
 namespace {
-
-template <class... Values>
-std::string format(const char* pattern, Values... values) {
-  char text[200];
-  std::snprintf(text, sizeof(text), pattern, values...);
-  return text;
-}
 
 using Long = long long;  // what %lld takes
 

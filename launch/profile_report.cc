@@ -2,20 +2,13 @@
 #include <algorithm>
 #include <array>
 #include <cmath>
-#include <cstdio>
 #include <functional>
 
+#include "launch/format.h"
 #include "launch/profile.h"
 
 namespace tessera {
 namespace {
-
-template <class... Values>
-std::string format(const char* pattern, Values... values) {
-  char text[160];
-  std::snprintf(text, sizeof(text), pattern, values...);
-  return text;
-}
 
 // Distinct, in the order of the lines.
 std::vector<std::string> mixers_of(const std::vector<ProfileLine>& lines) {

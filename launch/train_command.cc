@@ -18,6 +18,7 @@
 #include "data/publish.h"
 #include "data/sha256.h"
 #include "launch/config.h"
+#include "launch/paths.h"
 #include "launch/plan.h"
 #include "launch/together.h"
 #include "launch/trainer.h"
@@ -37,10 +38,6 @@ struct TrainArguments {
   bool dump_batches = false;
 };
 
-std::string absolute(const std::string& path) {
-  return path.empty() ? path : fs::absolute(path).lexically_normal().string();
-}
-
 // Rank 0 reads the config and resolves every relative path against its own working folder; the
 // others get the result.
 Config read_config(const TrainArguments& arguments, Communicator& communicator, RunFolder& folder,
@@ -50,14 +47,14 @@ Config read_config(const TrainArguments& arguments, Communicator& communicator, 
     if (communicator.rank() != 0) return;
     Config config = load_config(arguments.config, arguments.overrides);
     DataConfig& data = *config.mutable_data();
-    data.set_recipe(absolute(data.recipe()));
-    data.set_directory(absolute(data.directory()));
-    config.mutable_train()->set_init_from(absolute(config.train().init_from()));
+    data.set_recipe(absolute_path(data.recipe()));
+    data.set_directory(absolute_path(data.directory()));
+    config.mutable_train()->set_init_from(absolute_path(config.train().init_from()));
     bytes = config.SerializeAsString();
-    folder.path =
-        absolute(arguments.run_folder.empty() ? "runs/" + fs::path(arguments.config).stem().string()
-                                              : arguments.run_folder);
-    if (resume.from != "auto" && resume.from != "never") resume.from = absolute(resume.from);
+    folder.path = absolute_path(arguments.run_folder.empty()
+                                    ? "runs/" + fs::path(arguments.config).stem().string()
+                                    : arguments.run_folder);
+    if (resume.from != "auto" && resume.from != "never") resume.from = absolute_path(resume.from);
   });
   communicator.broadcast("config", bytes, 0);
   communicator.broadcast("config", folder.path, 0);

@@ -135,5 +135,24 @@ def test_profile_writes_what_it_prints():
     assert "out of memory" in done.stderr and done.stderr.count("tessera: ") == 1, done.stderr
 
 
+def test_rank_0_alone_says_what_is_wrong_with_a_command_line():
+    mpirun = harness.MPIRUN + ["-n", "3", harness.TESSERA]
+    for arguments, line in (
+            (["train", "--confg", "a"],
+             "tessera: unknown command or option \"--confg\"; see tessera train --help"),
+            (["data", "verfy", "a"],
+             "tessera: unknown command or option \"verfy\"; see tessera data --help"),
+            (["train", "--config", "a", "b", "--steps", "c"],
+             "tessera: not expected: b --steps c; see tessera train --help"),
+            (["trian"], "tessera: unknown command or option \"trian\"; see tessera --help"),
+            (["plan", "--config", "a"], "tessera: plan runs as one process, and mpirun has started "
+             "3: start it without mpirun"),
+            (["data", "verify", "a"], "tessera: data verify runs as one process"),
+            (["profile"], "tessera: profile runs as one process")):
+        done = run([*mpirun, *arguments], expect=2)
+        ours = [text for text in done.stderr.splitlines() if text.startswith("tessera: ")]
+        assert len(ours) == 1 and ours[0].startswith(line), (arguments, done.stderr)
+
+
 if __name__ == "__main__":
     harness.main(globals())

@@ -108,7 +108,7 @@ def test_what_cant_be_probed_is_refused():
     done = probe("id", "--checkpoint", checkpoint + "x", expect=4)
     assert done.stderr.count("\n") == 1, done.stderr
     done = probe("id", "--checkpoint", checkpoint, ranks=2, expect=2)
-    assert done.stderr.count("tessera: ") == 1 and "on one rank" in done.stderr, done.stderr
+    assert done.stderr.count("tessera: ") == 1 and "as one process" in done.stderr, done.stderr
     done = probe("id", "--checkpoint", checkpoint, "--set", "execution.memory_limit_bytes=100000",
                  expect=2)
     assert "execution.memory_limit_bytes" in done.stderr, done.stderr
