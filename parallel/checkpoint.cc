@@ -377,12 +377,12 @@ std::int64_t bytes_needed(const CheckpointMeta& meta,
   return bytes;
 }
 
-// The step of "step-00000100.h5" or, with `partial`, of its leftover.
+// The step of "step-00000100.h5" or, with `partial`, of a leftover: its .partial, or the
+// .partial-*.lock that Open MPI puts beside that when the ranks are on several hosts.
 std::optional<std::int64_t> step_of(const std::string& name, bool& partial) {
   constexpr const char* kPrefix = "step-";
-  std::string stem = name;
-  partial = stem.ends_with(kPartial);
-  if (partial) stem.resize(stem.size() - std::strlen(kPartial));
+  std::string stem = name.substr(0, name.find(kPartial));
+  partial = stem.size() < name.size();
   if (!stem.starts_with(kPrefix) || !stem.ends_with(".h5")) return std::nullopt;
   stem = stem.substr(std::strlen(kPrefix), stem.size() - std::strlen(kPrefix) - 3);
   if (stem.empty() || stem.size() > 18 ||
@@ -596,7 +596,8 @@ std::vector<std::string> apply_retention(const std::string& folder, const Retent
   std::vector<std::string> deleted;
   std::int64_t usable = 0;
   for (const CheckpointEntry& entry : list_checkpoints(folder)) {
-    const bool partial = entry.path.ends_with(kPartial);
+    bool partial = false;
+    step_of(fs::path(entry.path).filename().string(), partial);
     if (!partial) {
       if (!entry.fault.empty()) continue;
       const auto& archive = retention.archive_steps;
