@@ -33,11 +33,16 @@ def all_hosts():
     return machine
 
 
+def hostfile(where, slots=1):
+    path = h.FOLDER + "/hostfile"
+    h.write(path, "# some\n" + "".join(f"h{host} slots={slots}\n" for host in where))
+    return path
+
+
 def on_hosts(where, command, agent=None):
     """`command` through launch/run on h0, a rank on each of the hosts `where`."""
-    h.write(h.FOLDER + "/hostfile", "".join(f"h{host} slots=1\n" for host in where))
     options = ["--mca", "plm_rsh_agent", agent or all_hosts().agent, "--hostfile",
-               h.FOLDER + "/hostfile"]
+               hostfile(where)]
     return all_hosts().inside(0, [RUN, "-n", str(len(where)), *options, "--", *command],
                               cwd="/tmp/work-0")
 
@@ -120,6 +125,16 @@ def test_experts_over_hosts():
     config = experts_test.make_config()
     assert_over_hosts(config, [0, 1], ["parallel.expert_ranks=2"])
     assert_over_hosts(config, [0, 1, 2, 3], ["parallel.expert_ranks=2", "execution.threads=2"])
+
+
+def test_a_host_file_is_enough():
+    """launch/cluster/start, with two ranks on each host."""
+    folder = h.new_folder("start")
+    h.run(all_hosts().inside(0, [h.SOURCE + "/launch/cluster/start", hostfile([0, 1], 2),
+                                 h.make_config(STEPS), folder, "--set", "train.stop_at_step=4"]),
+          env={"TESSERA": h.TESSERA, "OMPI_MCA_plm_rsh_agent": all_hosts().agent})
+    h.assert_same_run(folder, reference(h.make_config(STEPS), 4))
+    assert len(glob.glob(folder + "/logs/rank-*.state")) == 4
 
 
 def test_data_build_over_hosts():
