@@ -484,10 +484,16 @@ void Trainer::save(bool last) {
 
 // Why the run ends at this step's edge; "" when it goes on. Agreed by all ranks.
 std::string Trainer::stop_reason() {
-  const std::int64_t signals =
-      communicator_.all_reduce("stop signal", Reduction::kMax, stop_signal_seen() ? 1 : 0);
+  const Communicator::Meeting edge = communicator_.meet("stop signal", stop_signal_seen() ? 1 : 0);
+  if (!edge.different_call.empty()) {
+    throw AgreedError(ExitCode::kCommunication,
+                      "step " + std::to_string(steps_done_) +
+                          ": the ranks communicate in different orders, their results can't be "
+                          "trusted: " +
+                          edge.different_call + "; please report this");
+  }
   if (steps_done_ >= config_.train().steps()) return "done";
-  if (signals != 0) return "signal";
+  if (edge.largest != 0) return "signal";
   if (steps_done_ >= last_step_) return "stop_at_step";
   return "";
 }

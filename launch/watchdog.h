@@ -1,5 +1,6 @@
 // A thread that writes what its rank is doing to logs/rank-N.state and ends the job when nothing
-// has moved for too long: a dead peer, a stuck collective, a stopped process.
+// has moved for too long (a dead peer, a stuck collective, a stopped process), or when the launcher
+// is gone.
 #pragma once
 
 #include <chrono>
@@ -15,7 +16,8 @@ namespace tessera {
 class Watchdog {
  public:
   // `folder` (logs/) exists; `activity` outlives this. A state file's first line:
-  // "rank 2 host node7 pid 4711 step 17 sequence 2210 doing reduce of layers.3".
+  // "rank 2 host node7 pid 4711 step 17 calls 2210 doing reduce of layers.3"; then the last calls.
+  // It is written every second, so that an old one tells of a process that is stopped or gone.
   // Throws Error(kCheckpoint) naming the file when it can't be written.
   Watchdog(const Activity& activity, std::string folder, int rank, int ranks,
            const std::string& host, std::chrono::seconds limit);

@@ -15,8 +15,10 @@ constexpr int kPeersAtOnce = 16;
 // Tags go round; MPI has at least 32,767 of them, and far fewer transfers are in flight.
 constexpr std::int64_t kTags = 32000;
 
-double seconds_since(Activity::Clock::time_point start) {
-  return std::chrono::duration<double>(Activity::Clock::now() - start).count();
+using Clock = std::chrono::steady_clock;
+
+double seconds_since(Clock::time_point start) {
+  return std::chrono::duration<double>(Clock::now() - start).count();
 }
 
 std::string mpi_reason(int code) {
@@ -78,10 +80,10 @@ class Communicator::Operation {
   Operation(Communicator& communicator, Traffic traffic, const char* name, std::string_view unit)
       : activity_(communicator.activity_),
         count_(communicator.count(traffic)),
-        start_(Activity::Clock::now()) {
+        start_(Clock::now()) {
     if (activity_ == nullptr) return;
     before_ = activity_->state();
-    activity_->set(name, unit);
+    activity_->begin_call(name, unit);
   }
   ~Operation() {
     count_.seconds += seconds_since(start_);
@@ -95,7 +97,7 @@ class Communicator::Operation {
   Activity* activity_;
   Activity::State before_;
   TrafficCount& count_;
-  Activity::Clock::time_point start_;
+  Clock::time_point start_;
 };
 
 Communicator::Communicator(MPI_Comm parent, Activity* activity, std::int64_t count_limit)
@@ -268,7 +270,7 @@ void Communicator::finish(Transfer& transfer) {
 
 void Communicator::advance() {
   if (in_flight_ == nullptr) return;
-  const auto start = Activity::Clock::now();
+  const auto start = Clock::now();
   for (Transfer *transfer = in_flight_, *next; transfer != nullptr; transfer = next) {
     next = transfer->next_;  // those that complete leave the list
     move_on(*transfer);
@@ -435,6 +437,22 @@ void Communicator::quiet_barrier(std::string_view unit) {
     check(MPI_Test(&request, &done, MPI_STATUS_IGNORE), "barrier", unit, -1);
     if (done == 0) std::this_thread::sleep_for(std::chrono::milliseconds(1));
   }
+}
+
+Communicator::Meeting Communicator::meet(std::string_view unit, std::int64_t value) {
+  if (activity_ == nullptr) return {all_reduce(unit, Reduction::kMax, value), ""};
+  const auto calls = static_cast<std::int64_t>(activity_->calls_digest());
+  std::array<std::int64_t, 3> values = {value, calls, ~calls};  // ~: the smallest, turned round
+  all_reduce(unit, Reduction::kMax, values);
+  Meeting meeting = {values[0], ""};
+  if (values[1] != ~values[2]) {
+    meeting.different_call =
+        first_different_call(all_gather_strings(unit, activity_->last_calls()));
+    if (meeting.different_call.empty()) {
+      meeting.different_call = "before the last " + std::to_string(Activity::kCallsKept);
+    }
+  }
+  return meeting;
 }
 
 void Communicator::agree(std::string_view unit, ExitCode code, const std::string& error) {

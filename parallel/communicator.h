@@ -148,6 +148,12 @@ class Communicator final : public BackgroundWork {
   void barrier(std::string_view unit);
   // A barrier in which who waits sleeps, and leaves the cores to the others.
   void quiet_barrier(std::string_view unit);
+  struct Meeting {
+    std::int64_t largest = 0;    // of the ranks' values
+    std::string different_call;  // the first that isn't the same on all ranks; "": all are
+  };
+  // Of all ranks of the job. Compares what their activities have recorded of their calls so far.
+  Meeting meet(std::string_view unit, std::int64_t value);
   // Throws the first rank's error on all ranks, if any rank has one ("": none).
   void agree(std::string_view unit, ExitCode code, const std::string& error);
 

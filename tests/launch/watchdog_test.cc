@@ -5,6 +5,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <csignal>
 #include <cstdlib>
 #include <filesystem>
 #include <fstream>
@@ -20,6 +21,7 @@ using std::chrono::milliseconds;
 using std::chrono::seconds;
 using std::chrono::steady_clock;
 using testing::AllOf;
+using testing::ContainsRegex;
 using testing::ExitedWithCode;
 using testing::HasSubstr;
 using testing::Not;
@@ -50,12 +52,16 @@ class WatchdogTest : public testing::Test {
   std::string state_path(int rank) const {
     return folder_ + "/rank-" + std::to_string(rank) + ".state";
   }
-  // The first line of rank 0's file, without the blanks that fill it up.
+  // The first line of rank 0's file.
   std::string state_line() const {
     std::ifstream file(state_path(0));
     std::string line;
     std::getline(file, line);
-    return line.substr(0, line.find_last_not_of(' ') + 1);
+    return line;
+  }
+  std::string state_file() const {
+    std::ifstream file(state_path(0));
+    return {std::istreambuf_iterator<char>(file), {}};
   }
   bool comes(const std::string& line) const {
     for (const auto end = steady_clock::now() + seconds(30); steady_clock::now() < end;) {
@@ -64,8 +70,11 @@ class WatchdogTest : public testing::Test {
     }
     return false;
   }
-  void write_peer(int rank, const std::string& line) const {
+  // As a rank that lives through the test would: its file doesn't grow old.
+  void write_peer(int rank, const std::string& line, seconds age = -seconds(100)) const {
     std::ofstream(state_path(rank)) << line << '\n';
+    std::filesystem::last_write_time(state_path(rank),
+                                     std::filesystem::last_write_time(state_path(rank)) - age);
   }
 
   std::string folder_;
@@ -76,17 +85,25 @@ TEST_F(WatchdogTest, StateFileFollowsTheActivity) {
   Activity activity;
   {
     const Watchdog watchdog(activity, folder_, 0, 1, "node7", kNever);
-    EXPECT_EQ(state_line(), head_ + " step 0 sequence 0 doing start");
+    EXPECT_EQ(state_line(), head_ + " step 0 calls 0 doing start");
     activity.set_step(17);
-    activity.set("reduce", "layers.3");
-    EXPECT_TRUE(comes(head_ + " step 17 sequence 2 doing reduce of layers.3")) << state_line();
-    activity.set(std::string(400, 'x'));
-    EXPECT_TRUE(comes(head_ + " step 17 sequence 3 doing " + std::string(400, 'x')));
+    activity.begin_call("reduce", "layers.3");
+    EXPECT_TRUE(comes(head_ + " step 17 calls 1 doing reduce of layers.3")) << state_line();
+    activity.begin_call(std::string(400, 'x'), "");
+    EXPECT_TRUE(comes(head_ + " step 17 calls 2 doing " + std::string(400, 'x')));
+    EXPECT_EQ(state_file(),
+              state_line() + "\n0 reduce of layers.3\n1 " + std::string(56, 'x') + "\n");
     activity.set("two\nlines");
-    EXPECT_TRUE(comes(head_ + " step 17 sequence 4 doing two lines")) << state_line();
+    EXPECT_TRUE(comes(head_ + " step 17 calls 2 doing two lines")) << state_line();
+    for (int i = 0; i < 100; ++i) activity.begin_call("gather", std::to_string(i));
     activity.set("end");
   }
-  EXPECT_EQ(state_line(), head_ + " step 17 sequence 5 doing end");
+  // Nothing is left of the longer lines before.
+  std::string expected = head_ + " step 17 calls 102 doing end\n";
+  for (int i = 84; i < 100; ++i) {
+    expected += std::to_string(i + 2) + " gather of " + std::to_string(i) + "\n";
+  }
+  EXPECT_EQ(state_file(), expected);
 }
 
 TEST_F(WatchdogTest, AFolderThatIsMissingIsNamed) {
@@ -116,15 +133,14 @@ TEST_F(WatchdogTest, EndsPromptly) {
 
 using WatchdogDeathTest = WatchdogTest;
 
-// Rank 1's step is the latest, but its sequence the smallest: that is the one that is waited for.
+// Rank 1's step is the latest, but its calls the fewest: that is the one that is waited for.
 TEST_F(WatchdogDeathTest, StandingStillEndsTheProcessAndNamesTheRankBehind) {
   const auto stand_still = [this] {
-    write_peer(1, "rank 1 host node8 pid 99 step 9 sequence 2 doing gather of layers.0    ");
-    write_peer(2, "rank 2 host node9 pid 98 step 5 sequence 8 doing reduce of layers.1    ");
+    write_peer(1, "rank 1 host node8 pid 99 step 9 calls 2 doing gather of layers.0");
+    write_peer(2, "rank 2 host node9 pid 98 step 5 calls 8 doing reduce of layers.1");
     Activity activity;
     activity.set_step(5);
-    activity.set("compute");
-    activity.set("reduce", "layers.1");
+    for (int i = 0; i < 8; ++i) activity.begin_call("reduce", "layers.1");
     const Watchdog watchdog(activity, folder_, 0, 3, "node7", seconds(1));
     std::this_thread::sleep_for(seconds(60));
     std::exit(0);
@@ -132,7 +148,7 @@ TEST_F(WatchdogDeathTest, StandingStillEndsTheProcessAndNamesTheRankBehind) {
   EXPECT_EXIT(stand_still(), ExitedWithCode(static_cast<int>(ExitCode::kCommunication)),
               AllOf(HasSubstr("tessera: rank 0 (node7) step 5, reduce of layers.1: nothing has "
                               "moved for 1 s (execution.watchdog_seconds); furthest behind: rank 1 "
-                              "host node8 pid 99 step 9 sequence 2 doing gather of layers.0; "),
+                              "host node8 pid 99 step 9 calls 2 doing gather of layers.0; the job"),
                     Not(HasSubstr("node9"))));
 }
 
@@ -147,12 +163,44 @@ TEST_F(WatchdogDeathTest, ARankWithoutAStateIsFurthestBehind) {
               HasSubstr("furthest behind: rank 1 (no state); "));
 }
 
+// All are in the same call, but one's state is old: that process is stopped, or its host is gone.
+TEST_F(WatchdogDeathTest, ARankThatNoLongerWritesItsStateIsFurthestBehind) {
+  const auto stand_still = [this] {
+    write_peer(1, "rank 1 host node8 pid 99 step 0 calls 1 doing x", seconds(600));
+    write_peer(2, "rank 2 host node8 pid 99 step 0 calls 1 doing x");
+    Activity activity;
+    activity.begin_call("reduce", "layers.1");
+    const Watchdog watchdog(activity, folder_, 0, 3, "node7", seconds(1));
+    std::this_thread::sleep_for(seconds(60));
+    std::exit(0);
+  };
+  EXPECT_EXIT(
+      stand_still(), ExitedWithCode(static_cast<int>(ExitCode::kCommunication)),
+      AllOf(ContainsRegex("furthest behind: rank 1 host node8 .* \\(silent for 6.. s: it is "
+                          "stopped or its host is lost\\); the job ends"),
+            Not(HasSubstr("rank 2"))));
+}
+
+TEST_F(WatchdogDeathTest, TheFirstCallThatDiffersIsNamed) {
+  const auto stand_still = [this] {
+    write_peer(1, "rank 1 host node8 pid 99 step 0 calls 2 doing x\n0 gather of a\n1 gather of c");
+    Activity activity;
+    for (const char* unit : {"a", "b", "d"}) activity.begin_call("gather", unit);
+    const Watchdog watchdog(activity, folder_, 0, 2, "node7", seconds(1));
+    std::this_thread::sleep_for(seconds(60));
+    std::exit(0);
+  };
+  EXPECT_EXIT(
+      stand_still(), ExitedWithCode(static_cast<int>(ExitCode::kCommunication)),
+      HasSubstr("; call 1 is \"gather of b\" on rank 0, \"gather of c\" on rank 1; the job"));
+}
+
 TEST_F(WatchdogDeathTest, MovementKeepsTheProcessAlive) {
   const auto move = [this] {
     Activity activity;
     {
       const Watchdog watchdog(activity, folder_, 0, 1, "node7", seconds(2));
-      for (const auto end = steady_clock::now() + seconds(4); steady_clock::now() < end;) {
+      for (const auto end = steady_clock::now() + seconds(5); steady_clock::now() < end;) {
         activity.set("compute");
         std::this_thread::sleep_for(milliseconds(50));
       }
@@ -160,6 +208,25 @@ TEST_F(WatchdogDeathTest, MovementKeepsTheProcessAlive) {
     std::exit(0);
   };
   EXPECT_EXIT(move(), ExitedWithCode(0), "");
+}
+
+// A batch system may stop a job as a whole, and let it go on hours later.
+TEST_F(WatchdogDeathTest, WhileTheProcessIsStoppedNoTimePasses) {
+  const auto stop = [this] {
+    {
+      const Activity activity;
+      const Watchdog watchdog(activity, folder_, 0, 1, "node7", seconds(3));
+      const pid_t self = getpid();
+      if (fork() == 0) {
+        std::this_thread::sleep_for(seconds(6));
+        kill(self, SIGCONT);
+        _exit(0);
+      }
+      kill(self, SIGSTOP);
+    }
+    std::exit(0);
+  };
+  EXPECT_EXIT(stop(), ExitedWithCode(0), "");
 }
 
 }  // namespace

@@ -327,7 +327,7 @@ TEST(Communicator, ActivityTellsWhatIsWaitedFor) {
   Communicator communicator(MPI_COMM_WORLD, &activity);
   activity.set_step(17);
   activity.set("compute");
-  const std::uint64_t before = activity.state().sequence;
+  const std::uint64_t before = activity.state().changes;
   if (communicator.size() > 1) {
     Activity::State seen;
     std::atomic<bool> done = false;
@@ -355,7 +355,36 @@ TEST(Communicator, ActivityTellsWhatIsWaitedFor) {
     communicator.barrier("layers.3");
   }
   EXPECT_EQ(activity.state().operation, "compute");
-  EXPECT_GT(activity.state().sequence, before);
+  EXPECT_GT(activity.state().changes, before);
+}
+
+// Ranks that reduce one number each, in other orders: MPI takes it, and every result is wrong.
+TEST(Communicator, B32_CallsInOtherOrdersAreFoundAndNamed) {
+  Activity activity;
+  Communicator communicator(MPI_COMM_WORLD, &activity);
+  const bool last = communicator.rank() == communicator.size() - 1;
+  const auto meet = [&] { return communicator.meet("edge", last ? 3 : 1); };
+  for (int i = 0; i < 3; ++i) {
+    communicator.all_reduce(i == 1 ? "losses" : "loads", Reduction::kSum, 1);
+    const Communicator::Meeting same = meet();
+    EXPECT_EQ(same.largest, 3);
+    EXPECT_EQ(same.different_call, "");
+  }
+  const std::uint64_t calls = activity.state().calls;
+  for (const bool first : {true, false}) {
+    communicator.all_reduce(first == last ? "losses" : "loads", Reduction::kSum, 1);
+  }
+  const Communicator::Meeting different = meet();
+  EXPECT_EQ(different.largest, 3);
+  EXPECT_EQ(different.different_call,
+            communicator.size() == 1
+                ? ""
+                : "call " + std::to_string(calls) +
+                      " is \"all-reduce of loads\" on rank 0, \"all-reduce of losses\" on rank " +
+                      std::to_string(communicator.size() - 1));
+  // Found too when it lies further back than the calls that are kept.
+  for (std::uint64_t i = 0; i <= Activity::kCallsKept; ++i) activity.begin_call("gather", "x");
+  EXPECT_EQ(meet().different_call, communicator.size() == 1 ? "" : "before the last 1024");
 }
 
 }  // namespace
