@@ -16,7 +16,7 @@ def injected(folder, kind, rank, call, expect=None, sets=(), in_flight=False):
     done = h.train(h.make_config(STEPS), folder, RANKS, sets=sets, expect=expect,
                    mpi=["-x", f"LD_PRELOAD={INJECTION}", "-x", f"TESSERA_FAULT_RANK={rank}", "-x",
                         f"TESSERA_FAULT_CALL={call}", "-x", f"TESSERA_FAULT_KIND={kind}"]
-                   + (["-x", "TESSERA_FAULT_TEST=1"] if in_flight else []))
+                   + (["-x", "TESSERA_FAULT_IN=transfer"] if in_flight else []))
     text = done.stdout + done.stderr
     assert "fault injected: " + kind in text, text
     return done.returncode, text, time.time() - start

@@ -1,0 +1,405 @@
+"""Crashes of the job's parts: builds that are killed, launchers that die, ranks that stop, throw or
+start elsewhere, a folder of two runs. Each ends in time with a word about who and
+where, leaves nothing half under a final name, and the next start goes on to the unbroken run's
+files."""
+import glob
+import hashlib
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import harness as h
+
+INJECTION = os.path.abspath(sys.argv.pop(2))
+RUN = h.SOURCE + "/launch/run"
+STEPS = 6
+LIMIT = 30
+
+
+def row(fault, what, seconds, code):
+    """A row of the table in docs/verification.md."""
+    print(f"  | {fault} | {what} | {seconds:.1f} s | {code} |", flush=True)
+
+
+def config():
+    path = h.FOLDER + "/crash.textproto"
+    if not os.path.exists(path):
+        text = h.CONFIG.format(data=h.make_data(), steps=STEPS)
+        h.write(path, text.replace("feed_forward { width: 53 }", """feed_forward {
+    experts { experts: 25 active: 4 width: 13 shared_width: 21 }
+  }"""))
+        assert "experts: 25" in open(path, encoding="utf-8").read()
+    return path
+
+
+def reference():
+    folder = h.FOLDER + "/reference"
+    if not os.path.isdir(folder):
+        h.train(config(), folder, 2)
+    return folder
+
+
+def go_on(folder, ranks=3):
+    """Nothing half has a final name; the next start's files are the unbroken run's."""
+    for name in h.checkpoints(folder):
+        if name.endswith(".h5"):
+            h.run([h.TESSERA, "ckpt", "verify", f"{folder}/checkpoints/{name}"])
+    h.train(config(), folder, ranks)
+    h.assert_same_file(h.last_checkpoint(folder), h.last_checkpoint(reference()))
+    assert h.numbers(folder) == h.numbers(reference())
+
+
+def of_folder(folder):
+    """Processes that have the folder in their command line: pid, program."""
+    found = []
+    for name in os.listdir("/proc"):
+        try:
+            with open(f"/proc/{name}/cmdline", "rb") as file:
+                words = file.read().split(b"\0")
+            program = os.path.basename(os.readlink(f"/proc/{name}/exe"))
+        except OSError:
+            continue
+        if folder.encode() in words:
+            found.append((int(name), program))
+    return found
+
+
+def wait_for_end(folder):
+    start = time.time()
+    h.wait_until(lambda: not of_folder(folder), LIMIT, f"the end of {of_folder(folder)}")
+    return time.time() - start
+
+
+def state(folder, rank):
+    """The words of a rank's state file, as pairs; {} where there is none."""
+    try:
+        with open(f"{folder}/logs/rank-{rank}.state", encoding="utf-8") as file:
+            words = file.readline().split()
+        return dict(zip(words[::2], words[1::2]))
+    except OSError:
+        return {}
+
+
+def pid_of(folder, rank):
+    return int(state(folder, rank)["pid"])
+
+
+def train_command(folder, sets=()):
+    command = [h.TESSERA, "train", "--config", config(), "--run-dir", folder]
+    for value in sets:
+        command += ["--set", value]
+    return command
+
+
+# Slow enough to be met in the middle of a step, of which there are many.
+SLOW = ["train.steps=100000", "checkpoint.every=3"]
+
+
+def slow_reference(steps):
+    folder = h.new_folder("slow-reference")
+    h.train(config(), folder, 2, sets=SLOW + [f"train.stop_at_step={steps}"])
+    return folder
+
+
+def go_on_slowly(folder):
+    """To the next checkpoint of a run of many steps."""
+    saved = [int(name[5:13]) for name in h.checkpoints(folder) if name.endswith(".h5")]
+    steps = max(saved + [0]) + 4
+    h.train(config(), folder, 3, sets=SLOW + [f"train.stop_at_step={steps}"])
+    other = slow_reference(steps)
+    h.assert_same_file(h.last_checkpoint(folder), h.last_checkpoint(other))
+    assert h.numbers(folder) == h.numbers(other)
+
+
+# Launchers.
+
+
+def launcher_killed(name, command, victim):
+    folder = h.new_folder(name)
+    with h.background(command + train_command(folder, SLOW)) as process:
+        h.wait_until(lambda: h.steps_in_metrics(folder) >= 4, what="four steps")
+        victims = [pid for pid, program in of_folder(folder) if program == victim]
+        assert len(victims) == 1, of_folder(folder)
+        os.kill(victims[0], signal.SIGKILL)
+        seconds = wait_for_end(folder)
+        code = process.wait()
+    row(f"kill -9 of {name}", "its ranks end by themselves", seconds, code)
+    go_on_slowly(folder)
+
+
+def test_mpirun_killed():
+    launcher_killed("mpirun", h.MPIRUN + ["-n", "4"], "orterun")
+
+
+def test_mpirun_killed_under_the_launch_script():
+    launcher_killed("mpirun under launch/run", [RUN, "-n", "3"], "orterun")
+
+
+def test_the_launch_script_killed():
+    launcher_killed("launch/run", [RUN, "-n", "3"], "bash")
+
+
+# Ranks that stop.
+
+
+def injected(name, ranks, rank, kind, call, within=None, sets=(), code=None):
+    folder = h.new_folder(name)
+    start = time.time()
+    mpi = ["-x", f"LD_PRELOAD={INJECTION}", "-x", f"TESSERA_FAULT_RANK={rank}", "-x",
+           f"TESSERA_FAULT_CALL={call}", "-x", f"TESSERA_FAULT_KIND={kind}"]
+    if within:
+        mpi += ["-x", f"TESSERA_FAULT_IN={within}"]
+    done = h.train(config(), folder, ranks, sets=sets, mpi=mpi, expect=code)
+    seconds = time.time() - start
+    text = done.stdout + done.stderr
+    assert "fault injected: " + kind in text, text
+    assert done.returncode != 0 and not of_folder(folder), text
+    return folder, text, seconds, done.returncode
+
+
+def rank_stopped(name, where, rank, call, within=None, sets=()):
+    limit = 4
+    folder, text, seconds, code = injected(
+        name, 4, rank, "stop", call, within, code=5,
+        sets=[f"execution.watchdog_seconds={limit}", *sets])
+    lines = [line for line in text.splitlines() if f"nothing has moved for {limit} s" in line]
+    assert lines and f"furthest behind: rank {rank} host" in lines[0], text
+    assert "it is stopped or its host is lost" in lines[0] and "pid" in lines[0], text
+    for other in {0, 1, 2, 3} - {rank}:
+        assert f"behind: rank {other} " not in lines[0] and f"; rank {other} host" not in lines[0]
+    assert seconds < LIMIT, (seconds, text)
+    row(f"rank {rank} stopped {where}, watchdog {limit} s", lines[0].split("tessera: ")[1], seconds,
+        code)
+    go_on(folder)
+
+
+def test_rank_0_stopped():
+    rank_stopped("stopped-0", "in a step", 0, 300)
+
+
+def test_a_rank_stopped_in_an_exchange_of_experts():
+    rank_stopped("stopped-exchange", "in an exchange of experts", 2, 50, "exchange",
+                 ["parallel.expert_ranks=2"])
+
+
+def test_a_rank_stopped_inside_a_checkpoint():
+    rank_stopped("stopped-save", "inside a checkpoint", 1, 20, "save")
+
+
+def test_rank_0_stopped_inside_a_checkpoint():
+    rank_stopped("stopped-save-0", "inside a checkpoint", 0, 20, "save")
+
+
+def continued(name, ranks_stopped, seconds, watchdog):
+    """Stops these of 4 ranks for a time, then lets them go on."""
+    folder = h.new_folder(name)
+    sets = SLOW + [f"execution.watchdog_seconds={watchdog}", "parallel.expert_ranks=2"]
+    with h.background(h.MPIRUN + ["-n", "4"] + train_command(folder, sets)) as process:
+        h.wait_until(lambda: h.steps_in_metrics(folder) >= 2, what="two steps")
+        pids = [pid_of(folder, rank) for rank in ranks_stopped]
+        for pid in pids:
+            os.kill(pid, signal.SIGSTOP)
+        time.sleep(seconds)
+        before = h.steps_in_metrics(folder)
+        for pid in pids:
+            os.kill(pid, signal.SIGCONT)
+        h.wait_until(lambda: h.steps_in_metrics(folder) >= before + 2 or process.poll() is not None,
+                     what="two more steps")
+        assert process.poll() is None, process.output()
+        os.kill(process.pid, signal.SIGUSR1)
+        assert process.wait(timeout=60) == 0, process.output()
+    done = h.steps_in_metrics(folder)
+    other = h.new_folder(name + "-reference")
+    h.train(config(), other, 2, sets=SLOW + [f"train.stop_at_step={done}"])
+    h.assert_same_file(h.last_checkpoint(folder), h.last_checkpoint(other))
+
+
+def test_a_rank_that_stops_and_goes_on_in_time():
+    continued("paused", [1], 3, 60)
+
+
+def test_a_job_that_is_stopped_as_a_whole_goes_on():
+    """As a batch system suspends it, for longer than the watchdog's limit."""
+    continued("suspended", [0, 1, 2, 3], 5, 2)
+
+
+# Ranks that fail.
+
+
+def test_a_rank_throws():
+    for name, where, call, within in (
+            ("throw", "between two collectives", 150, None),
+            ("throw-exchange", "in an exchange of experts", 50, "exchange"),
+            ("throw-transfer", "while transfers are in flight", 100, "transfer")):
+        folder, text, seconds, code = injected(name, 4, 2, "throw", call, within,
+                                               sets=["parallel.expert_ranks=2"])
+        line = [line for line in text.splitlines() if line.startswith("tessera: rank 2 (")]
+        assert line and "step" in line[0] and "injected fault" in line[0], text
+        assert seconds < LIMIT and code == 70, (seconds, code)
+        row(f"rank 2 throws {where}", line[0].split("tessera: ")[1], seconds, code)
+        go_on(folder)
+
+
+def test_data_that_is_cut_short_in_mid_run():
+    """Some ranks read beyond the end and throw, between two collectives."""
+    data = h.new_folder("cut-data")
+    h.shutil.copytree(h.make_data(), data)
+    folder = h.new_folder("cut")
+    sets = SLOW + [f"data.recipe={data}/recipe.textproto", f"data.directory={data}/shards"]
+    with h.background(h.MPIRUN + ["-n", "3"] + train_command(folder, sets)) as process:
+        h.wait_until(lambda: h.steps_in_metrics(folder) >= 2, what="two steps")
+        for shard in glob.glob(data + "/shards/*/*.tokens"):
+            os.truncate(shard, 0)
+        start = time.time()
+        code = process.wait(timeout=60)
+        seconds = time.time() - start
+        text = process.output()
+    lines = [line for line in text.splitlines() if line.startswith("tessera: rank ")]
+    assert code == 3 and lines and ".tokens" in lines[0] and "step" in lines[0], (code, text)
+    row("shards cut short in mid-run", lines[0].split("tessera: ")[1], seconds, code)
+    go_on_slowly(folder)
+
+
+def test_a_rank_that_leaves_out_a_call():
+    """The others' numbers would mix: MPI or the watchdog ends it, and says in what."""
+    folder, text, seconds, code = injected(
+        "skip", 3, 1, "skip", 60, sets=["execution.watchdog_seconds=4"])
+    assert code == 5 and seconds < LIMIT, (code, seconds, text)
+    lines = [line for line in text.splitlines() if line.startswith("tessera: rank ")]
+    assert lines and "step" in lines[0], text
+    row("rank 1 leaves out a collective call", lines[0].split("tessera: ")[1], seconds, code)
+    go_on(folder)
+
+
+# Folders.
+
+
+def test_ranks_in_different_folders():
+    data = h.make_data()
+    home, away = h.FOLDER + "/home", h.FOLDER + "/away"
+    for path in (home, away):
+        os.makedirs(path, exist_ok=True)
+    text = open(config(), encoding="utf-8").read().replace(data, "../" + os.path.basename(data))
+    h.write(home + "/relative.textproto", text)
+    command = ["--config", "relative.textproto", "--run-dir", "run"]
+    each = [["-wdir", path, "-n", str(n), h.TESSERA, "train", *command]
+            for path, n in ((home, 1), (away, 2))]
+    h.run([*h.MPIRUN, *each[0], ":", *each[1]])
+    assert not os.listdir(away), os.listdir(away)
+    h.assert_same_run(home + "/run", reference())
+    # A build's too.
+    options = ["--recipe", f"../{os.path.basename(data)}/recipe.textproto", "--sources",
+               f"../{os.path.basename(data)}/sources", "--out", "shards"]
+    each = [["-wdir", path, "-n", "1", h.TESSERA, "data", "build", *options]
+            for path in (home, away)]
+    h.run([*h.MPIRUN, *each[0], ":", *each[1]])
+    assert not os.listdir(away), os.listdir(away)
+    assert digests(home + "/shards") == digests(data + "/shards")
+
+
+def test_two_runs_of_one_folder_started_at_once():
+    for attempt in range(3):
+        folder = h.new_folder("twins")
+        command = h.MPIRUN + ["-n", "2"] + train_command(folder)
+        twins = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                                  text=True) for _ in range(2)]
+        start = time.time()
+        texts = [twin.communicate(timeout=120)[0] for twin in twins]
+        seconds = time.time() - start
+        codes = [twin.returncode for twin in twins]
+        # On a busy machine one may be over before the other looks.
+        assert sorted(codes) in ([0, 4], [0, 0]), (codes, texts)
+        if sorted(codes) == [0, 4]:
+            loser = texts[codes.index(4)]
+            assert "another run is at work here" in loser, loser
+        h.assert_same_run(folder, reference())
+    row("two runs started at once in one folder", "one trains, the other: another run is at work "
+        "here", seconds, codes)
+
+
+# Builds.
+
+
+def digests(folder):
+    found = {}
+    for path in glob.glob(folder + "/**", recursive=True):
+        if os.path.isfile(path):
+            with open(path, "rb") as file:
+                found[os.path.relpath(path, folder)] = hashlib.sha256(file.read()).hexdigest()
+    return found
+
+
+BUILD_RECIPE = """
+name: "killed" tokenizer: "byte" sequence_length: 64 total_tokens: 100000 seed: 7
+shard_tokens: 300000
+"""
+
+
+def make_sources():
+    """Some megabytes of real text, as documents of three components. Returns recipe and sources."""
+    sources = h.new_folder("sources")
+    recipe = BUILD_RECIPE
+    texts = sorted(glob.glob(h.SOURCE + "/*/*.cc") + glob.glob(h.SOURCE + "/docs/*.md"))
+    for name in ("a", "b", "c"):
+        os.makedirs(f"{sources}/{name}")
+        for copy in range(4):
+            for n, path in enumerate(texts):
+                h.shutil.copy(path, f"{sources}/{name}/{copy}-{n}.txt")
+        recipe += f'component {{ name: "{name}" weight: "1" source {{ glob: "{name}/*" }} }}\n'
+    h.write(h.FOLDER + "/killed.textproto", recipe)
+    return h.FOLDER + "/killed.textproto", sources
+
+
+def test_builds_killed_at_random_instants():
+    recipe, sources = make_sources()
+    seed = random.randrange(1000000)
+    chance = random.Random(seed)
+
+    def command(out, ranks, threads):
+        build = [h.TESSERA, "data", "build", "--recipe", recipe, "--sources", sources, "--out", out,
+                 "--threads", str(threads)]
+        return h.MPIRUN + ["-n", str(ranks)] + build if ranks > 1 else build
+
+    expected, kills, longest, left_partial = None, 0, 0.0, 0
+    for ranks, threads, victim in ((1, 1, "tessera"), (1, 3, "tessera"), (3, 1, "tessera"),
+                                   (2, 2, "orterun")):
+        whole = h.new_folder("whole")
+        start = time.time()
+        h.run(command(whole, ranks, threads))
+        duration = time.time() - start
+        if expected is None:
+            expected = digests(whole)
+            assert len(expected) > 20, expected
+        assert digests(whole) == expected, (ranks, threads)
+        out = h.new_folder("killed")
+        wanted = kills + (10 if h.LONG else 3)
+        for attempt in range(200):
+            with h.background(command(out, ranks, threads)) as process:
+                end = time.time() + chance.uniform(0, duration)
+                h.wait_until(lambda: time.time() > end or process.poll() is not None)
+                victims = [pid for pid, program in of_folder(out) if program == victim]
+                if victims and process.poll() is None:
+                    os.kill(chance.choice(victims), signal.SIGKILL)
+                    longest = max(longest, wait_for_end(out))
+                    kills += process.wait() != 0
+                code = process.wait()
+            found = digests(out) if os.path.isdir(out) else {}
+            left_partial += any(name.endswith(".partial") for name in found)
+            for name, digest in found.items():
+                assert name.endswith(".partial") or expected.get(name) == digest, (name, seed)
+            if code == 0:
+                assert found == expected, f"seed {seed}"
+                if kills >= wanted:
+                    break
+                out = h.new_folder("killed")
+        else:
+            raise AssertionError(f"200 attempts and {kills} kills, seed {seed}")
+    row(f"data build killed, {kills} times", f"{left_partial} left .partial files; the next build "
+        "completes to the same bytes", longest, "137, mpirun's")
+
+
+if __name__ == "__main__":
+    h.main(globals())
