@@ -1,6 +1,7 @@
 // Errors that a user can act on, and the exit code that each kind ends the program with.
 #pragma once
 
+#include <cstddef>
 #include <stdexcept>
 #include <string>
 
@@ -18,10 +19,13 @@ enum class ExitCode : int {
   kInternal = 70,      // a fault of ours: a broken invariant
 };
 
-// `message` is one line that names the file, field, rank or step, and says what to do.
+// `message` names the file, field, rank or step, and says what to do. It may quote what a file
+// holds: what() is one line whatever that is, with '?' for what would spoil a terminal and without
+// the middle of more than kLongestMessage bytes.
 class Error : public std::runtime_error {
  public:
-  Error(ExitCode code, const std::string& message) : std::runtime_error(message), code_(code) {}
+  static constexpr std::size_t kLongestMessage = 1000;
+  Error(ExitCode code, const std::string& message);
   ExitCode code() const { return code_; }
 
  private:

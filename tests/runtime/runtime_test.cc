@@ -1,13 +1,16 @@
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <array>
 #include <atomic>
 #include <chrono>
 #include <cmath>
 #include <set>
+#include <string>
 #include <thread>
 
 #include "runtime/device.h"
+#include "runtime/error.h"
 #include "runtime/memory.h"
 #include "runtime/random.h"
 
@@ -34,6 +37,20 @@ TEST(View, CountsBeyond32Bits) {
 }
 
 // The known answers that the authors of Philox publish with Random123.
+// Messages quote what files hold, which may be a line of 65,000 characters or a terminal's
+// commands.
+TEST(Error, IsOneLineWhateverItQuotes) {
+  const Error junk(ExitCode::kData, "a.txt: found \"a\nb\x1b[2J\x7f\" caf\xC3\xA9");
+  EXPECT_STREQ(junk.what(), "a.txt: found \"a?b?[2J?\" caf\xC3\xA9");
+  for (const std::size_t size : {999U, 1000U, 1001U, 65000U}) {
+    const std::string message = "begin" + std::string(size - 8, 'x') + "end";
+    const std::string what = Error(ExitCode::kData, message).what();
+    EXPECT_EQ(what.size(), std::min(size, Error::kLongestMessage));
+    EXPECT_TRUE(what.starts_with("begin") && what.ends_with("end")) << what;
+    EXPECT_EQ(what.find(" ... ") == std::string::npos, size <= Error::kLongestMessage);
+  }
+}
+
 TEST(Random, PhiloxKnownAnswers) {
   using Words = std::array<std::uint32_t, 4>;
   EXPECT_EQ(philox4x32_10({0, 0, 0, 0}, {0, 0}),
