@@ -151,7 +151,7 @@ class TextField : public nlohmann::json_sax<nlohmann::json> {
   }
 
   const std::string& field_;
-  int depth_ = 0;
+  std::int64_t depth_ = 0;
   bool object_ = false;
   bool in_field_ = false;
   bool seen_ = false;

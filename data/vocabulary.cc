@@ -21,6 +21,11 @@ namespace {
 using nlohmann::json;
 
 constexpr std::size_t kLargestFile = std::size_t{256} << 20;
+// Ids that added tokens may take, used or not; each costs memory.
+constexpr std::int64_t kMostAddedIds = std::int64_t{1} << 20;
+// Bytes of a token of a .tiktoken file: finding out what it is made of takes time by their square.
+// Qwen3's longest has 128.
+constexpr std::size_t kLongestRankedToken = 1024;
 
 // What Qwen3 adds to the 151643 byte-pair tokens, from its tokenizer.json: a .tiktoken file holds
 // the byte pairs only.
@@ -259,9 +264,11 @@ void read_json_added(const std::string& path, const json& added, Vocabulary& voc
     const std::int64_t number = id == entry.end() ? -1 : whole_number(*id);
     const std::string name = "added token " + shorten(json(token.content));
     if (token.content.empty() || number < static_cast<std::int64_t>(vocabulary.tokens.size()) ||
-        number >= UINT32_MAX) {
+        number >= static_cast<std::int64_t>(vocabulary.tokens.size()) + kMostAddedIds) {
       fail(path,
-           name + " must have an id from " + std::to_string(vocabulary.tokens.size()) + " on");
+           name + " must have an id from " + std::to_string(vocabulary.tokens.size()) +
+               " on, and below " +
+               std::to_string(static_cast<std::int64_t>(vocabulary.tokens.size()) + kMostAddedIds));
     }
     token.id = static_cast<std::uint32_t>(number);
     for (const char* flag : {"normalized", "lstrip", "rstrip", "single_word"}) {
@@ -363,6 +370,10 @@ Vocabulary read_tiktoken(const std::string& path, std::string_view content) {
       fail(path, where +
                      " isn't a token in base64, a blank and its rank (neither a .tiktoken file "
                      "nor tokenizer.json, or cut off)");
+    }
+    if (bytes.size() > kLongestRankedToken) {
+      fail(path, where + " has a token of " + std::to_string(bytes.size()) + " bytes; at most " +
+                     std::to_string(kLongestRankedToken) + " are read");
     }
     if (!seen.insert(bytes).second) fail(path, where + " has a token that was there before");
     ranked.emplace_back(rank, bytes);

@@ -728,6 +728,9 @@ TEST_F(SmallTokenizer, WrongShapesAreNamed) {
   EXPECT_THAT(refused([](json& j) { j["added_tokens"][0]["id"] = 3; }),
               HasSubstr("\"<|end|>\" must have"));
   EXPECT_THAT(refused([](json& j) { j["added_tokens"][0]["id"] = 318; }), HasSubstr("the id 318"));
+  // Each id up to it would take memory.
+  EXPECT_THAT(refused([](json& j) { j["added_tokens"][0]["id"] = 4294967294U; }),
+              HasSubstr("\"<|end|>\" must have an id from 316 on, and below 1048892"));
   EXPECT_THAT(refused([](json& j) { j["added_tokens"][0]["lstrip"] = true; }),
               HasSubstr("'lstrip'"));
   EXPECT_THAT(refused([](json& j) { j["added_tokens"].push_back(j["added_tokens"][0]); }),
@@ -756,6 +759,9 @@ TEST_F(SmallTokenizer, WrongShapesAreNamed) {
   EXPECT_THAT(refused_lines(lines + "enp6 400\n"), HasSubstr("rank 316 is missing"));
   EXPECT_THAT(refused_lines(lines + base64("zqzq") + " 316\n"),
               HasSubstr("token 316 is made of 4"));
+  // What a token is made of takes time by the square of its bytes: this one's, hours.
+  EXPECT_THAT(refused_lines(lines + base64(std::string(3000000, 'z')) + " 316\n"),
+              HasSubstr("line 317 has a token of 3000000 bytes; at most 1024"));
   EXPECT_THAT(refused_lines("IQ== 0\n"), HasSubstr("single byte 0"));
   EXPECT_THAT(refused_lines(""), HasSubstr("is empty"));
   EXPECT_THAT(refused_lines(std::string(5000, '\0')), HasSubstr("line 1"));
