@@ -72,11 +72,14 @@ extern "C" herr_t keep_attribute(hid_t, const char* name, const H5A_info_t*, voi
   return 0;
 }
 
-// What is wrong with a file that HDF5 doesn't open, in plainer words than the library's. A file
-// says at byte 28 how long it is (HDF5 File Format Specification, superblock of version 2 and 3).
-std::string why_not_opened(const std::string& path) {
+// What is wrong with the file before HDF5 is let near it; "" where nothing is. The library trusts
+// what stands in a file of an older format, where a checksum guards none of it, as far as to crash;
+// in ours one guards every header, link and attribute. A file says at byte 28 how long it is (HDF5
+// File Format Specification, superblock of version 2 and 3).
+std::string fault_of_start(const std::string& path) {
   constexpr std::string_view kSignature("\x89HDF\r\n\x1a\n");
   constexpr std::size_t kVersionAt = 8, kLengthAt = 28;
+  constexpr int kVersion = 3;
   std::array<char, kLengthAt + sizeof(std::uint64_t)> head{};
   std::ifstream file(path, std::ios::binary);
   if (!file) return std::string("can't be opened: ") + std::strerror(errno);
@@ -90,13 +93,17 @@ std::string why_not_opened(const std::string& path) {
   file.seekg(0, std::ios::end);
   const auto bytes = static_cast<std::uint64_t>(file.tellg());
   if (got < head.size()) return "is truncated: only " + std::to_string(bytes) + " bytes are left";
+  if (head[kVersionAt] != kVersion) {
+    return "is an HDF5 file of another format than checkpoints have: damaged at its start, or "
+           "never a checkpoint";
+  }
   std::uint64_t length = 0;
   std::memcpy(&length, head.data() + kLengthAt, sizeof(length));
-  if (head[kVersionAt] >= 2 && bytes < length) {
+  if (bytes < length) {
     return "is truncated: only " + std::to_string(bytes) + " of its " + std::to_string(length) +
            " bytes are left";
   }
-  return "is damaged: its header can't be read";
+  return "";
 }
 
 }  // namespace
@@ -154,11 +161,14 @@ CheckpointFile::CheckpointFile(const std::string& path) : path_(path) {
   if (!std::filesystem::is_regular_file(path, error)) {
     fail(error ? error.message() : "not a file");
   }
+  bytes_ = static_cast<std::int64_t>(std::filesystem::file_size(path, error));
+  const std::string fault = fault_of_start(path);
+  if (!fault.empty()) fail(fault);
   const Handle access(H5Pcreate(H5P_FILE_ACCESS), H5Pclose);
   // Readers need no lock, and on network file systems locks fail or hang.
   H5Pset_file_locking(access.get(), false, true);
   file_ = Handle(H5Fopen(path.c_str(), H5F_ACC_RDONLY, access.get()), H5Fclose);
-  if (!file_.valid()) fail(why_not_opened(path));
+  if (!file_.valid()) fail("is damaged: its header can't be read");
 }
 
 void CheckpointFile::fail(const std::string& what) const {
@@ -177,6 +187,11 @@ CheckpointMeta CheckpointFile::meta() const {
   for (const std::string& name : names) {
     const Handle attribute(H5Aopen(group.get(), name.c_str(), H5P_DEFAULT), H5Aclose);
     const Handle type(H5Aget_type(attribute.get()), H5Tclose);
+    const Handle space(H5Aget_space(attribute.get()), H5Sclose);
+    if (H5Sget_simple_extent_npoints(space.get()) != 1 ||
+        H5Tget_size(type.get()) > static_cast<std::size_t>(bytes_)) {
+      fail("/meta/" + name + " is damaged: it isn't one value that the file has room for");
+    }
     if (H5Tget_class(type.get()) == H5T_STRING && H5Tis_variable_str(type.get()) == 0) {
       std::string text(H5Tget_size(type.get()), '\0');
       if (H5Aread(attribute.get(), type.get(), text.data()) < 0) {
@@ -251,6 +266,13 @@ Shape CheckpointFile::shape(const std::string& array) const {
   }
   std::array<hsize_t, Shape::kMaxRank> extents{};
   H5Sget_simple_extent_dims(space.get(), extents.data(), nullptr);
+  // Below the size of the file no product of extents overflows, and memory for them can be had.
+  auto room = static_cast<hsize_t>(bytes_);
+  for (int axis = 0; axis < rank; ++axis) {
+    const hsize_t extent = extents[static_cast<std::size_t>(axis)];
+    if (extent > room) fail("array " + array + " is damaged: it is larger than the file");
+    room /= std::max<hsize_t>(extent, 1);
+  }
   return Shape(std::vector<std::int64_t>(extents.begin(), extents.begin() + rank));
 }
 
@@ -279,6 +301,9 @@ std::int64_t CheckpointFile::read_state(const std::string& array) const {
   if (H5Sget_simple_extent_npoints(space.get()) != 1 ||
       H5Dread(dataset.get(), H5T_NATIVE_INT64, H5S_ALL, H5S_ALL, H5P_DEFAULT, &value) < 0) {
     fail("array " + array + " is damaged: it can't be read as one number");
+  }
+  if (crc_of(0, &value, sizeof(value)) != checksums(array, sizeof(value))[0]) {
+    fail("array " + array + " is damaged: its checksum differs");
   }
   return value;
 }

@@ -74,6 +74,7 @@ class CheckpointFile {
   bool is_number(const std::string& array) const;
   // `data` gets elements [begin, end) of an f32 array.
   void read(const std::string& array, std::int64_t begin, std::int64_t end, float* data) const;
+  // A single number, held against its checksum.
   std::int64_t read_state(const std::string& array) const;
   // One per kChecksumBytes.
   std::vector<std::uint32_t> checksums(const std::string& array, std::int64_t bytes) const;
@@ -83,6 +84,7 @@ class CheckpointFile {
   Handle open_array(const std::string& array) const;
 
   std::string path_;
+  std::int64_t bytes_ = 0;
   Handle file_;
 };
 

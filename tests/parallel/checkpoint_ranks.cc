@@ -94,6 +94,31 @@ TEST(Checkpoint, B13_AnyNumberOfRanksReadsWhatAnyWrote) {
   }
 }
 
+// What decides the next step is read alone, before any array.
+TEST(Checkpoint, ADamagedNumberOfTheStateIsRefused) {
+  SharedFolder folder;
+  with_ranks(1, [&](Communicator& communicator) {
+    ShardedState state(communicator, true);
+    CheckpointMeta meta = checkpoint_meta(7);
+    constexpr std::int64_t kSteps = 0x0123456789ABCDEF;
+    meta.state["adam_step"] = kSteps;
+    const std::string path = write_checkpoint(communicator, folder.path(), meta, state.arrays());
+    EXPECT_EQ(read_checkpoint_meta(path), meta);
+    std::string bytes = file_bytes(path);
+    const std::size_t at =
+        bytes.find(std::string(reinterpret_cast<const char*>(&kSteps), sizeof(kSteps)));
+    ASSERT_NE(at, std::string::npos);
+    bytes[at + 1] ^= 0x10;
+    write_bytes(path, bytes);
+    const std::string fault =
+        "checkpoint " + path + ": array state/adam_step is damaged: its checksum differs";
+    EXPECT_THAT([&] { read_checkpoint_meta(path); },
+                testing::ThrowsMessage<Error>(testing::StrEq(fault)));
+    EXPECT_THAT(verify_checkpoint(path), ElementsAre(fault));
+    EXPECT_EQ(list_checkpoints(folder.path())[0].fault, fault);
+  });
+}
+
 TEST(Checkpoint, DamagedFilesAreRefusedByArrayOnAllRanks) {
   SharedFolder folder;
   with_ranks(3, [&](Communicator& communicator) {
@@ -148,6 +173,13 @@ TEST(Checkpoint, DamagedFilesAreRefusedByArrayOnAllRanks) {
   expect(HasSubstr("is empty"));
   damage(std::string(100000, 'x'));
   expect(HasSubstr("isn't an HDF5 file"));
+  // The format that h5py writes has no checksums.
+  for (const char version : {'\0', '\1', '\2', '\4'}) {
+    std::string older = good;
+    older[8] = version;
+    damage(older);
+    expect(HasSubstr("is an HDF5 file of another format than checkpoints have"));
+  }
   folder.world().barrier("removal");
   if (folder.world().rank() == 0) fs::remove(path);
   folder.world().barrier("removal");
