@@ -6,11 +6,11 @@ add_custom_command(
           -I ${PROJECT_SOURCE_DIR} ${PROJECT_SOURCE_DIR}/launch/config.proto
   DEPENDS ${PROJECT_SOURCE_DIR}/launch/config.proto ${PROJECT_SOURCE_DIR}/layers/model.proto
           ${PROJECT_SOURCE_DIR}/optim/optim.proto ${PROJECT_SOURCE_DIR}/runtime/schema.proto)
-tessera_test(config_test SOURCES config_test.cc ${schema} LIBRARIES tessera_launch)
+tessera_test(config_test SOURCES config_test.cc ${schema} LIBRARIES tessera_config)
 target_compile_definitions(config_test PRIVATE TESSERA_SCHEMA="${schema}")
 
 tessera_test(metrics_test SOURCES metrics_test.cc
-             LIBRARIES tessera_launch nlohmann_json::nlohmann_json)
+             LIBRARIES tessera_metrics nlohmann_json::nlohmann_json)
 
 # TensorBoard itself, from PyPI into the build's folder, reads what metrics_test left; where PyPI
 # doesn't answer it says so and is skipped.

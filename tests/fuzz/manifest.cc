@@ -1,0 +1,23 @@
+// A component's manifest, and the corpus that it would open.
+#include "data/shards.h"
+#include "tests/fuzz/fuzz.h"
+
+using namespace tessera;  // NOLINT(google-build-using-namespace)
+
+extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size) {
+  fuzz::write_file(kManifestName, fuzz::view_of(data, size));
+  Manifest manifest;
+  const bool taken = fuzz::accepts({ExitCode::kData}, [&] { manifest = read_manifest("."); });
+  if (!taken) return 0;
+  std::int64_t tokens = 0;
+  for (const ManifestShard& shard : manifest.shard()) {
+    fuzz::require(shard.file().find('/') == std::string::npos, "a shard lies in another folder");
+    fuzz::require(shard.tokens() > 0 && shard.bytes() == 4 * shard.tokens(), "sizes don't agree");
+    tokens += shard.tokens();
+  }
+  fuzz::require(tokens == manifest.tokens(), "the sum isn't the shards'");
+  const auto shards = static_cast<std::size_t>(manifest.shard_size());
+  fuzz::require(check_sizes(".", manifest).size() <= shards, "there are more faults than shards");
+  fuzz::accepts({ExitCode::kData}, [&] { ShardedTokens(".", make_shard_files()); });
+  return 0;
+}
