@@ -8,7 +8,8 @@
 namespace tessera {
 
 // Writes PATH.partial; publish() syncs it and gives it its name. Without it, nothing of that name
-// appears. Every failure throws Error(kCheckpoint) naming the file.
+// appears, and the partial file goes. Every failure throws Error(kCheckpoint) naming the file, the
+// reason and what to do.
 class PublishedFile {
  public:
   explicit PublishedFile(const std::string& path);
@@ -19,11 +20,12 @@ class PublishedFile {
   void publish();
 
  private:
-  [[noreturn]] void fail(const char* operation) const;
+  [[noreturn]] void fail(const char* operation, int code) const;
 
   std::string path_;
   std::string partial_;
   int file_ = -1;
+  bool published_ = false;
 };
 
 void publish_file(const std::string& path, std::string_view bytes);

@@ -5,7 +5,7 @@ tessera_protos(tessera_config launch/config.proto)
 target_link_libraries(tessera_config PUBLIC tessera_layers tessera_optim)
 target_compile_definitions(tessera_config PRIVATE TESSERA_CONFIG_FOLDER="${PROJECT_SOURCE_DIR}/launch/configs")
 
-add_library(tessera_metrics STATIC metrics.cc tensorboard.cc)
+add_library(tessera_metrics STATIC appended_file.cc metrics.cc tensorboard.cc)
 tessera_protos(tessera_metrics launch/tensorboard.proto)
 target_link_libraries(tessera_metrics PUBLIC tessera_runtime PRIVATE nlohmann_json::nlohmann_json)
 

@@ -2,7 +2,6 @@
 
 #include <cerrno>
 #include <cstdio>
-#include <cstring>
 #include <filesystem>
 #include <iostream>
 #include <memory>
@@ -16,6 +15,7 @@
 #include "launch/paths.h"
 #include "launch/together.h"
 #include "parallel/communicator.h"
+#include "runtime/disk_error.h"
 
 namespace tessera {
 namespace {
@@ -225,8 +225,7 @@ void stream_command(const DataOptions& options) {
     }
   }
   if (std::fflush(stdout) != 0 || std::ferror(stdout) != 0) {
-    throw Error(ExitCode::kCheckpoint,
-                std::string("standard output cannot be written: ") + std::strerror(errno));
+    throw Error(ExitCode::kCheckpoint, "standard output can't be written: " + disk_reason(errno));
   }
 }
 

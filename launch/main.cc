@@ -3,9 +3,12 @@
 #include <unistd.h>
 
 #include <CLI/CLI.hpp>
+#include <cerrno>
+#include <csignal>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <iostream>
 #include <new>
 #include <string>
 #include <vector>
@@ -21,7 +24,22 @@
 #include "launch/train_command.h"
 #include "launch/version.h"
 #include "runtime/device.h"
-#include "runtime/error.h"
+#include "runtime/disk_error.h"
+
+namespace tessera {
+namespace {
+
+// A result that didn't fit on the disk must not look like one that did.
+void finish_output() {
+  errno = 0;
+  std::cout.flush();
+  if (std::fflush(stdout) == 0 && std::ferror(stdout) == 0 && std::cout) return;
+  throw Error(ExitCode::kCheckpoint, "standard output can't be written: " +
+                                         (errno != 0 ? disk_reason(errno) : "is its disk full?"));
+}
+
+}  // namespace
+}  // namespace tessera
 
 namespace {
 
@@ -66,6 +84,8 @@ bool runs_on_ranks(const std::string& command) {
 int main(int argc, char** argv) {
   // A signal in the first instants of a run must find its handler.
   if (argc > 1 && std::strcmp(argv[1], "train") == 0) tessera::install_stop_signals();
+  // So that a file that grows past its limit (ulimit -f) is an error with a name, not a death.
+  std::signal(SIGXFSZ, SIG_IGN);
   tessera::keep_large_allocations();
   google::InitGoogleLogging(argv[0]);
   google::SetStderrLogging(google::GLOG_FATAL);
@@ -95,6 +115,10 @@ int main(int argc, char** argv) {
                          std::to_string(ranks) + ": start it without mpirun");
     }
     app.parse(argc, argv);
+    // What they say on the terminal is not their result.
+    const bool writes_files =
+        app.got_subcommand("train") || app.get_subcommand("data")->got_subcommand("build");
+    if (!writes_files) tessera::finish_output();
   } catch (const CLI::ParseError& error) {
     if (error.get_exit_code() == 0) return app.exit(error);  // --help, --version
     // CLI11 says only that a command is needed when it is misspelt, and lists what it didn't expect

@@ -6,9 +6,11 @@
 #include <cmath>
 #include <cstdio>
 #include <filesystem>
+#include <fstream>
 #include <nlohmann/json.hpp>
 #include <numeric>
 
+#include "data/publish.h"
 #include "runtime/error.h"
 
 namespace tessera {
@@ -90,29 +92,21 @@ bool stays(const std::string& line, std::int64_t next_step) {
 
 // Rewrites the file without the lines that don't stay, if there are any.
 void cut_from(const std::string& path, std::int64_t next_step) {
-  const std::string partial = path + ".partial";
-  {
-    std::ifstream in(path, std::ios::binary);
-    if (!in) {
-      fail(path, "can't be read; check its permissions");
-    }
-    std::ofstream out(partial, std::ios::binary | std::ios::trunc);
-    for (std::string line; std::getline(in, line);) {
-      // A last line without its newline was cut off.
-      if (!in.eof() && stays(line, next_step)) {
-        out << line << '\n';
-      }
-    }
-    out.close();
-    if (!out) {
-      fail(partial, "can't be written; check the disk's space and the folder's permissions");
+  std::ifstream in(path, std::ios::binary);
+  if (!in) fail(path, "can't be read; check its permissions");
+  PublishedFile kept(path);
+  bool whole = true;
+  for (std::string line; std::getline(in, line);) {
+    // A last line without its newline was cut off.
+    if (!in.eof() && stays(line, next_step)) {
+      line += '\n';
+      kept.write(line.data(), line.size());
+    } else {
+      whole = false;
     }
   }
-  std::error_code error;
-  std::filesystem::rename(partial, path, error);
-  if (error) {
-    fail(path, "can't be replaced: " + error.message());
-  }
+  if (in.bad()) fail(path, "can't be read to its end; check the disk and start again");
+  if (!whole) kept.publish();
 }
 
 std::string duration(double seconds) {
@@ -152,17 +146,16 @@ std::string formatted(const char* format, Values... values) {
 
 }  // namespace
 
-MetricsFile::MetricsFile(const std::string& path, std::int64_t next_step) : path_(path) {
-  if (std::filesystem::exists(path)) {
-    if (!std::filesystem::is_regular_file(path)) {
-      fail(path, "isn't a regular file; move it away");
-    }
+MetricsFile::MetricsFile(const std::string& path, std::int64_t next_step, NoRoom no_room)
+    : path_(path) {
+  std::error_code error;
+  const auto status = std::filesystem::status(path, error);
+  if (std::filesystem::is_regular_file(status)) {
     cut_from(path, next_step);
+  } else if (std::filesystem::exists(status)) {
+    fail(path, "isn't a regular file; move it away");
   }
-  file_.open(path, std::ios::binary | std::ios::app);
-  if (!file_) {
-    fail(path, "can't be opened for writing; check the folder and its permissions");
-  }
+  file_.emplace(path, no_room);
 }
 
 void MetricsFile::write(const StepMetrics& metrics) {
@@ -228,10 +221,11 @@ void MetricsFile::write_stopped(const std::string& reason, std::int64_t steps_do
 
 void MetricsFile::write_line() {
   line_ += '\n';
-  file_.write(line_.data(), static_cast<std::streamsize>(line_.size()));
-  file_.flush();
-  if (!file_) {
-    fail(path_, "can't be written; is the disk full?");
+  file_->append(line_);
+  if (!file_->in_place()) {
+    fail(path_,
+         "isn't there any more, or is another file: it was moved, removed or its file system "
+         "unmounted while the run was at work; what its folder's last checkpoint holds stands");
   }
 }
 

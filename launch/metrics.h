@@ -3,12 +3,12 @@
 
 #include <array>
 #include <cstdint>
-#include <fstream>
 #include <optional>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include "launch/appended_file.h"
 #include "launch/router_result.h"
 
 namespace tessera {
@@ -48,26 +48,32 @@ struct ValidationMetrics {
   double seconds = 0.0;
 };
 
-// Writes metrics.jsonl: one object a line, flushed line by line. Numbers read back as the same
-// double; one that isn't finite is null. Not thread-safe. Rank 0 alone has one.
+// Writes metrics.jsonl: one object a line, handed to the system line by line. Numbers read back as
+// the same double; one that isn't finite is null. Not thread-safe. Rank 0 alone has one. A line
+// that can't be written throws Error(kCheckpoint) naming the file, unless it waits for room; so
+// does one that nobody would find, since the file was removed, replaced or its file system
+// unmounted.
 class MetricsFile {
  public:
   // Opens `path` for appending and makes it if need be. `next_step` is the number of the first step
   // that this start runs: lines of that step and later ones that earlier starts wrote are cut, with
   // `stopped` lines and lines that aren't whole; the rest stays byte for byte. Throws
   // Error(kCheckpoint) naming the file when it can't be read or written.
-  MetricsFile(const std::string& path, std::int64_t next_step);
+  MetricsFile(const std::string& path, std::int64_t next_step, NoRoom no_room = NoRoom::kFail);
   void write(const StepMetrics& metrics);
   void write(const ValidationMetrics& metrics);
   // The last line of a run: {"stopped": reason, "step": steps done}; reasons are "done", "signal",
   // "stop_at_step", "numerics".
   void write_stopped(const std::string& reason, std::int64_t steps_done);
+  // Throws unless all lines are on the disk: before a checkpoint says that its steps are done.
+  void sync() { file_->sync(); }
+  bool waits() const { return file_->waits(); }  // whether a line waits for room
 
  private:
   void write_line();
 
   std::string path_;
-  std::ofstream file_;
+  std::optional<AppendedFile> file_;
   std::string line_;
 };
 

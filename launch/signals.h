@@ -8,5 +8,7 @@ namespace tessera {
 // by the environment's TESSERA_SIGNAL_ACK, if any, is made when a signal is seen.
 void install_stop_signals();
 bool stop_signal_seen();
+// For what has nothing to save: signals end the process from now on, as one that came before does.
+void give_back_stop_signals();
 
 }  // namespace tessera

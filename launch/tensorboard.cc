@@ -5,17 +5,14 @@
 #include <cstdio>
 #include <filesystem>
 
+#include "data/publish.h"
 #include "launch/tensorboard.pb.h"
-#include "runtime/error.h"
+#include "runtime/disk_error.h"
 
 namespace tessera {
 namespace {
 
 constexpr std::string_view kPrefix = "events.out.tfevents.";
-
-[[noreturn]] void fail(const std::string& path, const std::string& what) {
-  throw Error(ExitCode::kCheckpoint, path + ": " + what);
-}
 
 constexpr std::array<std::uint32_t, 256> crc_table() {
   constexpr std::uint32_t kReversedPolynomial = 0x82f63b78;  // RFC 3720, appendix B.4
@@ -41,12 +38,15 @@ void append_integer(std::string& out, T value) {
 // TensorBoard reads a folder's files by order of name: a new one must come last.
 std::string next_file(const std::string& folder) {
   std::int64_t last = 0;
-  for (const auto& entry : std::filesystem::directory_iterator(folder)) {
-    const std::string name = entry.path().filename().string();
+  std::error_code error;
+  for (std::filesystem::directory_iterator at(folder, error), end; !error && at != end;
+       at.increment(error)) {
+    const std::string name = at->path().filename().string();
     if (name.starts_with(kPrefix)) {
       last = std::max<std::int64_t>(last, std::atoll(name.c_str() + kPrefix.size()));
     }
   }
+  if (error) throw disk_error(folder, "listed", error.value());
   std::array<char, 32> number{};
   std::snprintf(number.data(), number.size(), "%010lld", static_cast<long long>(last) + 1);
   return folder + "/" + std::string(kPrefix) + number.data() + ".tessera";
@@ -68,22 +68,15 @@ std::uint32_t masked_crc32c(std::string_view bytes) {
   return ((crc >> 15) | (crc << 17)) + 0xa282ead8;
 }
 
-TensorBoardWriter::TensorBoardWriter(const std::string& folder, std::int64_t next_step)
+TensorBoardWriter::TensorBoardWriter(const std::string& folder, std::int64_t next_step,
+                                     NoRoom no_room)
     : event_(std::make_unique<tensorboard::Event>()) {
-  std::error_code error;
-  std::filesystem::create_directories(folder, error);
-  if (error) {
-    fail(folder, "can't be made: " + error.message());
-  }
-  path_ = next_file(folder);
-  file_.open(path_, std::ios::binary);
-  if (!file_) {
-    fail(path_, "can't be opened for writing; check the folder's permissions");
-  }
+  make_folders(folder);
+  file_.emplace(next_file(folder), no_room);
   start_event(next_step).set_file_version("brain.Event:2");
-  write_event();
+  add_event();
   start_event(next_step).mutable_session_log()->set_status(tensorboard::SessionLog::START);
-  write_event();
+  add_event();
   flush();
 }
 
@@ -115,7 +108,7 @@ void TensorBoardWriter::write_scalar(const std::string& tag, std::int64_t step, 
   tensorboard::Summary::Value& scalar = *start_event(step).mutable_summary()->add_value();
   scalar.set_tag(tag);
   scalar.set_simple_value(static_cast<float>(value));
-  write_event();
+  add_event();
 }
 
 tensorboard::Event& TensorBoardWriter::start_event(std::int64_t step) {
@@ -127,21 +120,18 @@ tensorboard::Event& TensorBoardWriter::start_event(std::int64_t step) {
   return *event_;
 }
 
-void TensorBoardWriter::write_event() {
+void TensorBoardWriter::add_event() {
   event_->SerializeToString(&data_);
-  frame_.clear();
-  append_integer(frame_, static_cast<std::uint64_t>(data_.size()));
-  append_integer(frame_, masked_crc32c(frame_));
-  frame_ += data_;
-  append_integer(frame_, masked_crc32c(data_));
-  file_.write(frame_.data(), static_cast<std::streamsize>(frame_.size()));
+  const std::size_t begin = frames_.size();
+  append_integer(frames_, static_cast<std::uint64_t>(data_.size()));
+  append_integer(frames_, masked_crc32c(std::string_view(frames_).substr(begin)));
+  frames_ += data_;
+  append_integer(frames_, masked_crc32c(data_));
 }
 
 void TensorBoardWriter::flush() {
-  file_.flush();
-  if (!file_) {
-    fail(path_, "can't be written; is the disk full?");
-  }
+  file_->append(frames_);
+  frames_.clear();
 }
 
 }  // namespace tessera

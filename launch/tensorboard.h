@@ -3,11 +3,12 @@
 #pragma once
 
 #include <cstdint>
-#include <fstream>
 #include <memory>
+#include <optional>
 #include <string>
 #include <string_view>
 
+#include "launch/appended_file.h"
 #include "launch/metrics.h"
 
 namespace tessera {
@@ -25,26 +26,28 @@ class TensorBoardWriter {
   // Makes the folder and a new event file in it, numbered after those that are there. It begins
   // with a session start, which makes TensorBoard drop what earlier files say of
   // `next_step`, the first that this start runs, and of later steps. Throws Error(kCheckpoint)
-  // naming the file.
-  TensorBoardWriter(const std::string& folder, std::int64_t next_step);
+  // naming the file, here and where something can't be written, unless it waits for room.
+  TensorBoardWriter(const std::string& folder, std::int64_t next_step,
+                    NoRoom no_room = NoRoom::kFail);
   ~TensorBoardWriter();
   // Scalars loss, learning_rate, grad_norm, tokens_per_second, mfu where it is known, and
   // with experts aux_loss and z_loss.
   void write(const StepMetrics& metrics);
   // Scalars validation/NAME.
   void write(const ValidationMetrics& metrics);
+  // Throws unless all events are on the disk.
+  void sync() { file_->sync(); }
 
  private:
   void write_scalar(const std::string& tag, std::int64_t step, double value);
   // The event to fill in, kept from one to the next, with time and step set.
   tensorboard::Event& start_event(std::int64_t step);
-  void write_event();
+  void add_event();
   void flush();
 
-  std::string path_;
-  std::ofstream file_;
+  std::optional<AppendedFile> file_;
   std::unique_ptr<tensorboard::Event> event_;
-  std::string data_, frame_;
+  std::string data_, frames_;  // of one event; of those that aren't written yet
 };
 
 }  // namespace tessera

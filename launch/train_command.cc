@@ -7,7 +7,6 @@
 #include <cerrno>
 #include <chrono>
 #include <cstdio>
-#include <cstring>
 #include <exception>
 #include <filesystem>
 #include <fstream>
@@ -20,9 +19,11 @@
 #include "launch/config.h"
 #include "launch/paths.h"
 #include "launch/plan.h"
+#include "launch/signals.h"
 #include "launch/together.h"
 #include "launch/trainer.h"
 #include "launch/watchdog.h"
+#include "runtime/disk_error.h"
 #include "runtime/products.h"
 
 namespace tessera {
@@ -70,14 +71,8 @@ std::unique_ptr<FolderLock> make_run_folder(const RunFolder& folder, Communicato
   together(communicator, "make the run's folder", [&] {
     if (communicator.rank() != 0) return;
     for (const std::string& path : {folder.path, folder.checkpoints(), folder.logs()}) {
-      std::error_code error;
-      fs::create_directories(path, error);
-      if (error) {
-        throw Error(ExitCode::kCheckpoint, path + ": can't be made: " + error.message());
-      }
-      if (access(path.c_str(), W_OK | X_OK) != 0) {
-        throw Error(ExitCode::kCheckpoint, path + ": can't be written to: " + std::strerror(errno));
-      }
+      make_folders(path);
+      if (access(path.c_str(), W_OK | X_OK) != 0) throw disk_error(path, "written to", errno);
     }
     lock = std::make_unique<FolderLock>(
         folder.path, "another run is at work here; wait for its end or choose another --run-dir");
@@ -119,6 +114,22 @@ std::string numerical_environment() {
          library.substr(0, library.find(','));
 }
 
+// Warns when the run began elsewhere, and keeps where it is now in the file.
+void compare_environment(const std::string& path, const std::string& mine) {
+  std::string before;
+  {
+    std::ifstream file(path);
+    std::getline(file, before);
+  }
+  if (!before.empty() && before != mine) {
+    std::printf(
+        "warning: this run began on %s and goes on on %s: its bits may differ from an "
+        "unbroken run's\n",
+        before.c_str(), mine.c_str());
+  }
+  if (before != mine) publish_file(path, mine + "\n");
+}
+
 void check_environment(const RunFolder& folder, Communicator& communicator) {
   const std::string mine = numerical_environment();
   const std::vector<std::string> all = communicator.all_gather_strings("environment", mine);
@@ -131,20 +142,9 @@ void check_environment(const RunFolder& folder, Communicator& communicator) {
     }
   }
   LOG(INFO) << "environment: " << mine;
-  if (communicator.rank() != 0) return;
-  const std::string path = folder.logs() + "/environment.txt";
-  std::string before;
-  {
-    std::ifstream file(path);
-    std::getline(file, before);
-  }
-  if (!before.empty() && before != mine) {
-    std::printf(
-        "warning: this run began on %s and goes on on %s: its bits may differ from an "
-        "unbroken run's\n",
-        before.c_str(), mine.c_str());
-  }
-  std::ofstream(path) << mine << "\n";
+  together(communicator, "write environment", [&] {
+    if (communicator.rank() == 0) compare_environment(folder.logs() + "/environment.txt", mine);
+  });
 }
 
 // Prints, step by step and rank by rank, each sample's number and the SHA-256 of its tokens.
@@ -215,6 +215,7 @@ void train(const TrainArguments& arguments, Communicator& communicator, Activity
     resolve(config, recipe, stream->corpus().vocabulary);
   });
   if (arguments.dump_batches) {
+    give_back_stop_signals();
     dump_batches(config, *stream, communicator);
     return;
   }

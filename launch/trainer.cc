@@ -188,9 +188,12 @@ void Trainer::start(const ResumeOptions& resume) {
   }
   together(communicator_, "open metrics", [&] {
     if (communicator_.rank() != 0) return;
-    metrics_ = std::make_unique<MetricsFile>(folder_.metrics(), steps_done_);
+    const NoRoom no_room = config_.checkpoint().on_disk_full() == CheckpointConfig::STOP
+                               ? NoRoom::kFail
+                               : NoRoom::kWait;
+    metrics_ = std::make_unique<MetricsFile>(folder_.metrics(), steps_done_, no_room);
     if (config_.logging().tensorboard()) {
-      events_ = std::make_unique<TensorBoardWriter>(folder_.tensorboard(), steps_done_);
+      events_ = std::make_unique<TensorBoardWriter>(folder_.tensorboard(), steps_done_, no_room);
     }
   });
   const std::int64_t step_tokens = config_.train().global_batch() * length_;
@@ -347,8 +350,14 @@ void Trainer::write_metrics(const StepResult& result, double rate, double second
   last_step_end_ = now;
   together(communicator_, "write metrics", [&] {
     if (communicator_.rank() != 0) return;
+    const bool waited = metrics_->waits();
     metrics_->write(metrics);
     if (events_) events_->write(metrics);
+    if (metrics_->waits() != waited) {
+      say(waited ? "the lines of " + folder_.metrics() + " that waited for room are written"
+                 : "warning: no room for the lines of " + folder_.metrics() +
+                       ": they wait in memory, and no checkpoint is written before they are");
+    }
   });
   const std::int64_t every = config_.logging().progress_every();
   if (every > 0 && (steps_done_ % every == 0 || steps_done_ == last_step_)) {
@@ -458,6 +467,12 @@ void Trainer::save(bool last) {
   meta.state["bad_steps_in_a_row"] = optim_state_.bad_steps_in_a_row;
   std::string path;
   try {
+    // A resume takes it that the lines of the checkpoint's steps are there.
+    together(communicator_, "write metrics", [&] {
+      if (communicator_.rank() != 0) return;
+      metrics_->sync();
+      if (events_) events_->sync();
+    });
     agreed([&] {
       path = write_checkpoint(communicator_, folder_.checkpoints(), meta, engine_->arrays(true));
     });
@@ -476,9 +491,9 @@ void Trainer::save(bool last) {
     retention.keep_every = config_.checkpoint().keep_every();
     retention.archive_steps.assign(config_.checkpoint().archive_steps().begin(),
                                    config_.checkpoint().archive_steps().end());
-    for (const std::string& deleted : apply_retention(folder_.checkpoints(), retention)) {
-      LOG(INFO) << "deleted " << deleted;
-    }
+    const Retired retired = apply_retention(folder_.checkpoints(), retention);
+    for (const std::string& path : retired.deleted) LOG(INFO) << "deleted " << path;
+    for (const std::string& fault : retired.faults) say("warning: " + fault);
   });
 }
 
@@ -516,12 +531,18 @@ void Trainer::run() {
     }
     reason = stop_reason();
     const std::int64_t every = config_.validation().every();
-    if (every > 0 && (steps_done_ % every == 0 || reason == "done")) validate();
-    if (checkpoint_due()) save(!reason.empty());
+    const bool validates = every > 0 && (steps_done_ % every == 0 || reason == "done");
+    const bool saves = checkpoint_due();
+    if (validates) validate();
+    if (saves) save(!reason.empty());
+    // A signal that came meanwhile need not wait for another step and another save.
+    if (reason.empty() && (validates || saves)) reason = stop_reason();
   }
   save(true);
   together(communicator_, "write metrics", [&] {
-    if (metrics_) metrics_->write_stopped(reason, steps_done_);
+    if (!metrics_) return;
+    metrics_->write_stopped(reason, steps_done_);
+    metrics_->sync();
   });
   say("stopped: " + reason + " after " + std::to_string(steps_done_) + " steps");
 }

@@ -18,6 +18,7 @@
 #include <thread>
 
 #include "parallel/hdf5_file.h"
+#include "runtime/disk_error.h"
 
 namespace tessera {
 
@@ -33,8 +34,6 @@ constexpr std::int64_t kChecksumElements = kChecksumBytes / kElement;
 // More than the headers, links and heaps that an object was seen to take in the file.
 constexpr std::int64_t kBytesPerObject = 2048;
 constexpr const char* kPartial = ".partial";
-
-std::string system_reason() { return std::strerror(errno); }
 
 std::string array_at(const std::string& array, std::int64_t element) {
   return "array " + array + " at element " + std::to_string(element);
@@ -136,13 +135,48 @@ std::vector<CheckpointArray::Part> transfers(const CheckpointArray& array, std::
   return cut;
 }
 
-void sync_path(const std::string& path, int flags) {
-  const int file = ::open(path.c_str(), flags | O_CLOEXEC);
-  if (file < 0) throw Error(ExitCode::kCheckpoint, path + " can't be opened: " + system_reason());
-  const bool done = ::fsync(file) == 0;
-  const std::string why = done ? "" : system_reason();
+Error checkpoint_error(const std::string& path, const std::string& what, int code) {
+  return disk_error("checkpoint " + path, what, code);
+}
+
+// Of an open file. Returns an errno, 0 when it is done.
+int sync_file(int file) {
+  while (::fsync(file) != 0) {
+    if (errno != EINTR) return errno;
+  }
+  return 0;
+}
+
+void sync_folder(const std::string& folder) {
+  const int file = ::open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+  if (file < 0) throw checkpoint_error(folder, "opened", errno);
+  const int code = sync_file(file);
   ::close(file);
-  if (!done) throw Error(ExitCode::kCheckpoint, path + " can't be synced: " + why);
+  // Some file systems can't sync a folder, and say so by EINVAL.
+  if (code != 0 && code != EINVAL) throw checkpoint_error(folder, "synced", code);
+}
+
+// Brings what this rank's host holds of the file to the disk, piece by piece, so that a slow disk
+// is seen to move.
+void sync_checkpoint(const std::string& path, Activity* activity) {
+  const int file = ::open(path.c_str(), O_RDONLY | O_CLOEXEC);
+  if (file < 0) throw checkpoint_error(path, "opened", errno);
+  struct stat status = {};
+  int code = ::fstat(file, &status) == 0 ? 0 : errno;
+  for (off64_t at = 0; at < status.st_size && code == 0; at += kChecksumBytes) {
+    if (activity != nullptr) {
+      activity->set("sync checkpoint", "the MiB from " + std::to_string(at >> 20));
+    }
+    const bool done = ::sync_file_range(file, at, kChecksumBytes,
+                                        SYNC_FILE_RANGE_WAIT_BEFORE | SYNC_FILE_RANGE_WRITE |
+                                            SYNC_FILE_RANGE_WAIT_AFTER) == 0;
+    // Not every file system has ranges.
+    if (!done && (errno == EINVAL || errno == ENOSYS || errno == ESPIPE)) break;
+    if (!done && errno != EINTR) code = errno;
+  }
+  if (code == 0) code = sync_file(file);
+  ::close(file);
+  if (code != 0) throw checkpoint_error(path, "written", code);
 }
 
 // Makes sure that `bytes` fit in the file, without changing its size.
@@ -155,19 +189,20 @@ void reserve(int file, const std::string& path, std::int64_t bytes) {
   rlimit limit = {};
   if (::getrlimit(RLIMIT_FSIZE, &limit) == 0 && limit.rlim_cur != RLIM_INFINITY &&
       limit.rlim_cur < static_cast<rlim_t>(bytes)) {
-    lack("the limit on a file's size is " + std::to_string(limit.rlim_cur));
+    lack("the limit on a file's size is " + std::to_string(limit.rlim_cur) +
+         "; raise it (ulimit -f)");
   }
   int result = 0;
   do {
     result = ::fallocate(file, FALLOC_FL_KEEP_SIZE, 0, bytes);
   } while (result != 0 && errno == EINTR);
   if (result == 0) return;
-  if (errno != EOPNOTSUPP && errno != ENOSYS) lack(system_reason());
+  if (errno != EOPNOTSUPP && errno != ENOSYS) lack(disk_reason(errno));
   struct statvfs space = {};
   if (::fstatvfs(file, &space) == 0 &&
       static_cast<std::int64_t>(space.f_bavail) * static_cast<std::int64_t>(space.f_frsize) <
           bytes) {
-    lack(std::strerror(ENOSPC));
+    lack(disk_reason(ENOSPC));
   }
 }
 
@@ -264,7 +299,8 @@ class Writer {
       const Handle file_space = hdf5::space_of(arrays[i]->shape);
       for (const CheckpointArray::Part& part : transfers(*arrays[i], options_.transfer_bytes)) {
         if (communicator_.activity() != nullptr) {
-          communicator_.activity()->set("write checkpoint", arrays[i]->name);
+          communicator_.activity()->set("write checkpoint",
+                                        arrays[i]->name + " from " + std::to_string(part.begin));
         }
         const Handle memory_space = hdf5::space_of(Shape{part.end - part.begin});
         require(hdf5::select_flat(file_space, arrays[i]->shape, part.begin, part.end) &&
@@ -300,15 +336,18 @@ class Writer {
     for (std::vector<Handle>* handles : {&data_, &state_, &data_checksums_, &state_checksums_}) {
       for (Handle& handle : *handles) closed = handle.close() && closed;
     }
-    require(closed && H5Fflush(file_.get(), H5F_SCOPE_GLOBAL) >= 0 && file_.close(), "closed");
+    require(closed && file_.close(), "closed");
   }
 
  private:
   void require(bool done, const std::string& what) {
     if (done) return;
-    std::fprintf(stderr, "rank %d on %s, step %lld: checkpoint %s can't be %s: %s\n",
-                 communicator_.rank(), communicator_.host().c_str(), static_cast<long long>(step_),
-                 path_.c_str(), what.c_str(), hdf5::reason().c_str());
+    std::fprintf(
+        stderr,
+        "tessera: rank %d on %s, step %lld: checkpoint %s can't be %s: %s; make room or check "
+        "the disk and start again, the checkpoints before it stand\n",
+        communicator_.rank(), communicator_.host().c_str(), static_cast<long long>(step_),
+        path_.c_str(), what.c_str(), hdf5::reason().c_str());
     MpiSession::abort(ExitCode::kCheckpoint);
   }
 
@@ -392,6 +431,30 @@ std::optional<std::int64_t> step_of(const std::string& name, bool& partial) {
   return std::stoll(stem);
 }
 
+// Calls `work` with the path, the step and whether it is a leftover, for each checkpoint of a
+// folder; not at all when there is no such folder.
+template <class Work>
+void for_each_checkpoint(const std::string& folder, const Work& work) {
+  std::error_code error;
+  for (fs::directory_iterator at(folder, error), end; !error && at != end; at.increment(error)) {
+    bool partial = false;
+    const std::optional<std::int64_t> step = step_of(at->path().filename().string(), partial);
+    if (step) work(at->path().string(), *step, partial);
+  }
+  if (error && error.value() != ENOENT) throw checkpoint_error(folder, "listed", error.value());
+}
+
+// What saves that were cut short left takes room, and is of no use.
+void remove_leftovers(const std::string& folder) {
+  std::vector<std::string> leftovers;
+  for_each_checkpoint(folder, [&](const std::string& path, std::int64_t, bool partial) {
+    if (partial) leftovers.push_back(path);
+  });
+  for (const std::string& path : leftovers) {
+    if (::unlink(path.c_str()) != 0) throw checkpoint_error(path, "removed", errno);
+  }
+}
+
 std::vector<std::string> f32_arrays(const hdf5::CheckpointFile& file) {
   std::vector<std::string> arrays;
   for (const char* group : {"params", "adamw", "state"}) {
@@ -448,15 +511,10 @@ std::string write_checkpoint(Communicator& communicator, const std::string& fold
   on_first_rank(communicator, "checkpoint space", [&] {
     std::error_code error;
     fs::create_directories(folder, error);
-    if (error) {
-      throw Error(ExitCode::kCheckpoint,
-                  "checkpoint folder " + folder + " can't be made: " + error.message());
-    }
+    if (error) throw checkpoint_error(folder, "made", error.value());
+    remove_leftovers(folder);
     const int file = ::open(partial.c_str(), O_CREAT | O_TRUNC | O_WRONLY | O_CLOEXEC, 0666);
-    if (file < 0) {
-      throw Error(ExitCode::kCheckpoint,
-                  "checkpoint " + partial + " can't be created: " + system_reason());
-    }
+    if (file < 0) throw checkpoint_error(partial, "created", errno);
     // The file's size stays 0, so HDF5 finds nothing to cut off and the space stays reserved.
     try {
       reserve(file, path, bytes_needed(meta, order));
@@ -478,24 +536,31 @@ std::string write_checkpoint(Communicator& communicator, const std::string& fold
     writer.close();
   }
   pause();
+  std::string error;
+  try {
+    sync_checkpoint(partial, communicator.activity());
+  } catch (const Error& caught) {
+    error = caught.what();
+  }
+  communicator.agree("checkpoint sync", ExitCode::kCheckpoint, error);
   on_first_rank(communicator, "checkpoint rename", [&] {
     // What HDF5 wrote by itself is read back, for MPI-IO was seen to lose errors.
     if (check_structure(hdf5::CheckpointFile(partial)) != meta) {
-      throw Error(ExitCode::kCheckpoint, "checkpoint " + partial + " doesn't say what was written");
+      throw Error(ExitCode::kCheckpoint, "checkpoint " + partial +
+                                             " doesn't say what was written; check the disk and "
+                                             "start again");
     }
     struct stat status = {};
     // Gives back what was reserved past the end.
     if (::stat(partial.c_str(), &status) != 0 || ::truncate(partial.c_str(), status.st_size) != 0) {
-      throw Error(ExitCode::kCheckpoint,
-                  "checkpoint " + partial + " can't be closed: " + system_reason());
+      throw checkpoint_error(partial, "closed", errno);
     }
-    sync_path(partial, O_RDONLY);
+    sync_checkpoint(partial, communicator.activity());
     pause();
     if (::rename(partial.c_str(), path.c_str()) != 0) {
-      throw Error(ExitCode::kCheckpoint,
-                  "checkpoint " + path + " can't be put in place: " + system_reason());
+      throw checkpoint_error(path, "put in place", errno);
     }
-    sync_path(folder, O_RDONLY | O_DIRECTORY);
+    sync_folder(folder);
   });
   return path;
 }
@@ -560,16 +625,12 @@ std::vector<std::string> checkpoint_parameters(const std::string& path) {
 
 std::vector<CheckpointEntry> list_checkpoints(const std::string& folder) {
   std::vector<CheckpointEntry> entries;
-  std::error_code error;
-  for (fs::directory_iterator at(folder, error), end; !error && at != end; at.increment(error)) {
-    bool partial = false;
-    const std::optional<std::int64_t> step = step_of(at->path().filename().string(), partial);
-    if (!step) continue;
+  for_each_checkpoint(folder, [&](const std::string& path, std::int64_t step, bool partial) {
     CheckpointEntry entry;
-    entry.path = at->path().string();
-    entry.step = *step;
+    entry.path = path;
+    entry.step = step;
     std::error_code no_size;
-    const auto size = fs::file_size(at->path(), no_size);
+    const auto size = fs::file_size(path, no_size);
     if (!no_size) entry.bytes = static_cast<std::int64_t>(size);
     if (partial) {
       entry.fault = "a save that was cut short";
@@ -578,38 +639,37 @@ std::vector<CheckpointEntry> list_checkpoints(const std::string& folder) {
         const CheckpointMeta meta = check_structure(hdf5::CheckpointFile(entry.path));
         const auto tokens = meta.numbers.find("tokens");
         if (tokens != meta.numbers.end()) entry.tokens = tokens->second;
-        if (meta.step != *step) entry.fault = "its own step is " + std::to_string(meta.step);
+        if (meta.step != step) entry.fault = "its own step is " + std::to_string(meta.step);
       } catch (const Error& caught) {
         entry.fault = caught.what();
       }
     }
     entries.push_back(std::move(entry));
-  }
+  });
   std::sort(entries.begin(), entries.end(), [](const CheckpointEntry& a, const CheckpointEntry& b) {
     return a.step != b.step ? a.step > b.step : a.path < b.path;
   });
   return entries;
 }
 
-std::vector<std::string> apply_retention(const std::string& folder, const Retention& retention) {
+Retired apply_retention(const std::string& folder, const Retention& retention) {
   TESSERA_CHECK(retention.keep_last >= 1);
-  std::vector<std::string> deleted;
+  Retired retired;
   std::int64_t usable = 0;
   for (const CheckpointEntry& entry : list_checkpoints(folder)) {
-    bool partial = false;
-    step_of(fs::path(entry.path).filename().string(), partial);
-    if (!partial) {
-      if (!entry.fault.empty()) continue;
-      const auto& archive = retention.archive_steps;
-      const bool kept = usable++ < retention.keep_last ||
-                        std::find(archive.begin(), archive.end(), entry.step) != archive.end() ||
-                        (retention.keep_every > 0 && entry.step % retention.keep_every == 0);
-      if (kept) continue;
+    if (!entry.fault.empty()) continue;
+    const auto& archive = retention.archive_steps;
+    const bool kept = usable++ < retention.keep_last ||
+                      std::find(archive.begin(), archive.end(), entry.step) != archive.end() ||
+                      (retention.keep_every > 0 && entry.step % retention.keep_every == 0);
+    if (kept) continue;
+    if (::unlink(entry.path.c_str()) == 0) {
+      retired.deleted.push_back(entry.path);
+    } else {
+      retired.faults.emplace_back(checkpoint_error(entry.path, "deleted", errno).what());
     }
-    std::error_code error;
-    if (fs::remove(entry.path, error)) deleted.push_back(entry.path);
   }
-  return deleted;
+  return retired;
 }
 
 std::vector<std::string> verify_checkpoint(const std::string& path) {

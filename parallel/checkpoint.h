@@ -39,16 +39,17 @@ struct CheckpointMeta {
 constexpr std::int64_t kCheckpointFormat = 1;
 
 struct CheckpointOptions {
-  // Largest transfer that HDF5 and MPI-IO are given at once, per rank.
-  std::int64_t transfer_bytes = std::int64_t{1} << 28;
+  // Largest transfer that HDF5 and MPI-IO are given at once, per rank: the watchdog sees them.
+  std::int64_t transfer_bytes = std::int64_t{1} << 24;
   // Waited between the phases of a save, so that a test can kill the job there.
   std::chrono::milliseconds pause{0};
 };
 
 // Collective. Writes folder/step-N.h5 (folder is made; the same string on all ranks): proves that
-// the ranks' parts tile every array, reserves the space, writes to .partial, syncs, renames, syncs
-// the folder. Returns the path. A lack of space, found before anything is written, throws on all
-// ranks, the folder is as it was, and the run may go on. An HDF5 failure later aborts the job with
+// the ranks' parts tile every array, deletes leftovers of saves cut short, reserves the space,
+// writes to .partial, syncs, renames, syncs the folder. Returns the path. A lack of space, found
+// before anything is written, throws on all ranks, the folder is as it was, and the run may go on;
+// so it may when syncing or renaming fails. An HDF5 failure in between aborts the job with
 // kCheckpoint after one line on stderr, since the file can't be closed safely.
 std::string write_checkpoint(Communicator& communicator, const std::string& folder,
                              const CheckpointMeta& meta, std::span<const CheckpointArray> arrays,
@@ -74,7 +75,8 @@ struct CheckpointEntry {
   std::string fault;  // why it can't be resumed from (damaged, a leftover of a save); "": usable
 };
 // Serial. The step-*.h5 and step-*.h5.partial of a folder, newest first; none when there is no such
-// folder. Checks structure and size; the arrays' bytes are verified when they are read.
+// folder. Checks structure and size; the arrays' bytes are verified when they are read. A folder
+// that can't be listed throws.
 std::vector<CheckpointEntry> list_checkpoints(const std::string& folder);
 
 struct Retention {
@@ -82,9 +84,13 @@ struct Retention {
   std::int64_t keep_every = 0;              // every Nth step; 0: none
   std::vector<std::int64_t> archive_steps;  // kept for ever
 };
-// Serial, by one rank after a successful write: deletes usable checkpoints that no rule keeps and
-// leftovers of saves; damaged ones are left and don't count. Returns the deleted paths.
-std::vector<std::string> apply_retention(const std::string& folder, const Retention& retention);
+struct Retired {
+  std::vector<std::string> deleted;  // paths
+  std::vector<std::string> faults;   // a line for each that couldn't be deleted
+};
+// Serial, by one rank after a successful write: deletes usable checkpoints that no rule keeps;
+// damaged ones are left and don't count.
+Retired apply_retention(const std::string& folder, const Retention& retention);
 
 // Serial. Reads everything; one line for each fault, naming the array; empty: the file is whole.
 std::vector<std::string> verify_checkpoint(const std::string& path);

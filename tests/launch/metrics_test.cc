@@ -209,7 +209,7 @@ TEST_F(MetricsTest, AFullDiskIsReportedAtTheLineThatDoesNotFit) {
         write(step(s));
       } catch (const Error& error) {
         EXPECT_EQ(error.code(), ExitCode::kCheckpoint);
-        EXPECT_THAT(error.what(), AllOf(HasSubstr(name), HasSubstr("disk full")));
+        EXPECT_THAT(error.what(), AllOf(HasSubstr(name), HasSubstr("ulimit -f")));
         return s;
       }
     }
@@ -224,6 +224,15 @@ TEST_F(MetricsTest, AFullDiskIsReportedAtTheLineThatDoesNotFit) {
   EXPECT_LT(lines_written, 12);
   EXPECT_GT(events_written, 4);
   EXPECT_LT(events_written, 20);
+}
+
+TEST_F(MetricsTest, AFileThatIsNotThereAnyMoreIsAnError) {
+  MetricsFile file(path_, 0);
+  file.write(step(0));
+  std::filesystem::rename(path_, folder_ / "elsewhere");
+  EXPECT_THROW(file.write(step(1)), Error);
+  std::ofstream(path_) << "another's\n";
+  EXPECT_THROW(file.write(step(2)), Error);
 }
 
 // --- progress ----------------------------------------------------------------------------------

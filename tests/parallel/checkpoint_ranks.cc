@@ -388,18 +388,24 @@ TEST(Checkpoint, RetentionKeepsWhatTheRulesSay) {
     // The newest is damaged: it doesn't count, and it isn't hidden.
     fs::resize_file(folder.inner("step-00000012.h5"), 10);
     write_bytes(folder.inner("step-00000011.h5.partial"), "half");
+    write_bytes(folder.inner("step-00000011.h5.partial.locktest.0"), "");
     Retention retention;
     retention.keep_last = 2;
     retention.keep_every = 5;
     retention.archive_steps = {3, 4, 99};
-    const std::vector<std::string> deleted = apply_retention(folder.path(), retention);
+    const Retired retired = apply_retention(folder.path(), retention);
     std::vector<std::int64_t> left;
     for (const CheckpointEntry& entry : list_checkpoints(folder.path())) {
       left.push_back(entry.step);
     }
-    EXPECT_THAT(left, ElementsAre(12, 11, 10, 5, 4, 3));
-    EXPECT_EQ(deleted.size(), 7U);
-    EXPECT_THAT(apply_retention(folder.path(), retention), IsEmpty());
+    EXPECT_THAT(left, ElementsAre(12, 11, 11, 11, 10, 5, 4, 3));
+    EXPECT_EQ(retired.deleted.size(), 6U);
+    EXPECT_THAT(retired.faults, IsEmpty());
+    EXPECT_THAT(apply_retention(folder.path(), retention).deleted, IsEmpty());
+    // The next save makes room for itself first.
+    write_checkpoint(communicator, folder.path(), checkpoint_meta(13), arrays);
+    EXPECT_FALSE(fs::exists(folder.inner("step-00000011.h5.partial")));
+    EXPECT_FALSE(fs::exists(folder.inner("step-00000011.h5.partial.locktest.0")));
   });
 }
 
