@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <thread>
@@ -14,6 +15,8 @@ namespace {
 constexpr int kPeersAtOnce = 16;
 // Tags go round; MPI has at least 32,767 of them, and far fewer transfers are in flight.
 constexpr std::int64_t kTags = 32000;
+// In which all ranks of a job must have begun and found one another.
+constexpr std::chrono::seconds kLongestMeeting{120};
 
 using Clock = std::chrono::steady_clock;
 
@@ -26,6 +29,31 @@ std::string mpi_reason(int code) {
   int length = 0;
   MPI_Error_string(code, text.data(), &length);
   return {text.data(), static_cast<std::size_t>(length)};
+}
+
+// Ranks that try interfaces which lead nowhere would wait for one another without a word. Counts
+// its own naps: of a job that is stopped as a whole no time passes.
+void meet() {
+  MPI_Request request = MPI_REQUEST_NULL;
+  MPI_Ibarrier(MPI_COMM_WORLD, &request);
+  int done = 0;
+  for (std::chrono::milliseconds waited{0}; waited < kLongestMeeting; ++waited) {
+    MPI_Test(&request, &done, MPI_STATUS_IGNORE);
+    if (done != 0) return;
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+  int rank = 0;
+  MPI_Comm_rank(MPI_COMM_WORLD, &rank);
+  std::array<char, MPI_MAX_PROCESSOR_NAME> host{};
+  int length = 0;
+  MPI_Get_processor_name(host.data(), &length);
+  std::fprintf(stderr,
+               "tessera: rank %d (%s): the ranks have not met within %lld s: over the network "
+               "interfaces that MPI tries they can't reach one another; give mpirun or launch/run "
+               "--mca btl_tcp_if_include INTERFACE (docs/cluster.md)\n",
+               rank, host.data(), static_cast<long long>(kLongestMeeting.count()));
+  std::fflush(stderr);
+  MpiSession::abort(ExitCode::kCommunication);
 }
 
 MPI_Op operation_of(Reduction reduction) {
@@ -51,6 +79,7 @@ MpiSession::MpiSession(int* argc, char*** argv) {
                     std::to_string(MPI_THREAD_FUNNELED) +
                     " (MPI_THREAD_FUNNELED) is needed: use an MPI built with thread support");
   }
+  meet();
 }
 
 MpiSession::~MpiSession() { MPI_Finalize(); }

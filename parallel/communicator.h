@@ -24,7 +24,8 @@ namespace tessera {
 class MpiSession {
  public:
   // MPI_THREAD_FUNNELED, since only the thread that makes the session calls MPI; throws
-  // Error(kCommunication) when MPI grants less.
+  // Error(kCommunication) when MPI grants less. Collective: when the ranks don't meet within two
+  // minutes, the job ends with a line that says so.
   MpiSession(int* argc, char*** argv);
   ~MpiSession();
   MpiSession(const MpiSession&) = delete;
