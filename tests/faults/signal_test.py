@@ -156,14 +156,15 @@ def test_every_phase():
 
 def ends_at_once(phase, launcher, signals):
     """Signals one after the other, the first of them seen: the run, which stands still, ends."""
-    with Run(f"{phase} {signals}", phase, launcher).started() as run:
+    with Run("twice", phase, launcher).started() as run:
         for number, (target, name) in enumerate(signals):
             run.send(target, name)
             if number == 0:
                 run.wait_for(run.seen, "the first signal's arrival")
         start = time.time()
         code = run.process.wait(timeout=30)
-        say(f"{signals}, {phase}", code, start)
+        names = " then ".join(f"{name} to {target}" for target, name in signals)
+        say(f"{names}, {phase}", code, start)
         assert code != 0, run.process.output()
         assert "step-00000004.h5" not in h.checkpoints(run.folder)
     run.resumes()
