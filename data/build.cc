@@ -25,6 +25,7 @@
 #include "data/publish.h"
 #include "data/sha256.h"
 #include "data/shards.h"
+#include "data/text_format.h"
 #include "data/utf8.h"
 
 namespace tessera {
@@ -212,9 +213,21 @@ class Pipeline {
 
   void read_source(std::size_t source) {
     SourceFacts& facts = sources_[source];
-    SourceFile file(root_ + "/" + facts.file);
+    const std::string path = root_ + "/" + facts.file;
     Batch batch;
     batch.source = source;
+    if (!recipe_.fail_on_bad_documents) {
+      // An archive is taken whole or not at all: what came out before the damage may be wrong too.
+      if (const std::optional<std::string> fault = archive_fault(path)) {
+        batch.records.push_back({"", 0, *fault});
+        put(std::move(batch));
+        std::error_code error;
+        facts.bytes = static_cast<std::int64_t>(fs::file_size(path, error));
+        facts.sha256 = sha256_of_file(path);
+        return;
+      }
+    }
+    SourceFile file(path);
     read_records(file, is_jsonl(facts.file), [&](Record record) {
       // A record without bytes takes memory too.
       const auto bytes = static_cast<std::int64_t>(record.bytes.size() + sizeof(Record));
@@ -286,8 +299,8 @@ class Pipeline {
   void encode_record(const std::string& file, Record& record, Encoded& result) const {
     std::string why;
     std::string text;
-    if (record.too_long) {
-      why = "is longer than " + std::to_string(kLongestRecord) + " bytes";
+    if (!record.fault.empty()) {
+      why = std::move(record.fault);
     } else if (record.line > 0) {
       std::optional<std::string> found = text_of_json(record.bytes, component_.text_field, why);
       if (found) text = std::move(*found);
@@ -303,7 +316,7 @@ class Pipeline {
     }
     if (!why.empty()) {
       const std::string place = record.line > 0 ? file + ":" + std::to_string(record.line) : file;
-      result.bad.push_back(place + ": " + why);
+      result.bad.push_back(one_line(place + ": " + why));
     } else if (text.empty()) {
       ++result.empty_documents;
     } else {
@@ -430,11 +443,14 @@ BuiltComponent summary(const Manifest& manifest, bool kept) {
           manifest.shard_size()};
 }
 
-std::string describe_line(const BuiltComponent& built) {
+std::string describe_line(const BuiltComponent& built, const std::string& out) {
   return built.name + (built.kept ? ": kept, " : ": ") + std::to_string(built.documents) +
          " documents (" + std::to_string(built.empty_documents) + " empty and " +
-         std::to_string(built.bad_documents) + " bad ones left out), " +
-         std::to_string(built.tokens) + " tokens in " + std::to_string(built.shards) + " shards";
+         std::to_string(built.bad_documents) + " bad ones left out" +
+         (built.bad_documents > 0 ? ", see " + out + "/" + built.name + "/" + kBadDocumentsName
+                                  : "") +
+         "), " + std::to_string(built.tokens) + " tokens in " + std::to_string(built.shards) +
+         " shards";
 }
 
 void write_shards(const Recipe& recipe, const Component& component, const Encoding& encoding,
@@ -554,7 +570,7 @@ std::vector<BuiltComponent> build(const Recipe& recipe, const Tokenizer& tokeniz
     }
     if (number++ % options.ranks != options.rank) continue;
     built.push_back(build_component(recipe, component, encoding, options));
-    if (options.report) options.report(describe_line(built.back()));
+    if (options.report) options.report(describe_line(built.back(), options.out));
   }
   if (options.rank == 0) {
     make_folders(options.out);

@@ -120,14 +120,17 @@ class TextField : public nlohmann::json_sax<nlohmann::json> {
     return true;
   }
   bool parse_error(std::size_t position, const std::string& /*token*/,
-                   const nlohmann::detail::exception& /*error*/) override {
-    position_ = position;
+                   const nlohmann::detail::exception& error) override {
+    constexpr int kNumberOutOfRange = 406;
+    fault_ = error.id == kNumberOutOfRange ? "holds a number beyond a double's range"
+                                           : "is not valid JSON in UTF-8";
+    fault_ += ", at byte " + std::to_string(position);
     return false;
   }
 
   std::optional<std::string> text(bool parsed, std::string& why) {
     if (!parsed) {
-      why = "is not valid JSON in UTF-8, at byte " + std::to_string(position_);
+      why = fault_;
       return std::nullopt;
     }
     if (!found_) {
@@ -156,7 +159,7 @@ class TextField : public nlohmann::json_sax<nlohmann::json> {
   bool in_field_ = false;
   bool seen_ = false;
   bool found_ = false;
-  std::size_t position_ = 0;
+  std::string fault_;
   std::string text_;
 };
 
@@ -245,7 +248,8 @@ class SourceFile::Unpacker {
 
  protected:
   [[noreturn]] void damaged(const std::string& what) const {
-    fail(raw_.path + ": " + what + " (within the first " + std::to_string(raw_.bytes) + " bytes)");
+    throw DamagedArchive(raw_.path,
+                         what + " (within the first " + std::to_string(raw_.bytes) + " bytes)");
   }
   Raw& raw_;
   std::vector<char> input_;
@@ -353,6 +357,19 @@ std::size_t SourceFile::read(char* out, std::size_t count) {
   return unpacker_ ? unpacker_->read(out, count) : raw_->read(out, count);
 }
 
+std::optional<std::string> archive_fault(const std::string& path) {
+  if (!ends_with(path, ".gz") && !ends_with(path, ".zst")) return std::nullopt;
+  try {
+    SourceFile file(path);
+    std::vector<char> chunk(kChunk);
+    while (file.read(chunk.data(), chunk.size()) > 0) {
+    }
+  } catch (const DamagedArchive& damaged) {
+    return damaged.why();
+  }
+  return std::nullopt;
+}
+
 std::int64_t SourceFile::bytes() const { return raw_->bytes; }
 
 std::string SourceFile::sha256_hex() { return raw_->sha.finish_hex(); }
@@ -367,9 +384,9 @@ void read_records(SourceFile& file, bool jsonl, const std::function<void(Record)
   bool pending = !jsonl;  // even an empty file is a record
   record.line = jsonl ? 1 : 0;
   const auto add = [&](const char* begin, std::size_t count) {
-    if (record.too_long ||
+    if (!record.fault.empty() ||
         static_cast<std::int64_t>(record.bytes.size() + count) > kLongestRecord) {
-      record.too_long = true;
+      record.fault = "is longer than " + std::to_string(kLongestRecord) + " bytes";
       record.bytes = std::string();
     } else {
       record.bytes.append(begin, count);
@@ -377,8 +394,8 @@ void read_records(SourceFile& file, bool jsonl, const std::function<void(Record)
   };
   const auto finish = [&] {
     const std::int64_t line = record.line;
-    const bool blank =
-        jsonl && !record.too_long && record.bytes.find_first_not_of(" \t\r") == std::string::npos;
+    const bool blank = jsonl && record.fault.empty() &&
+                       record.bytes.find_first_not_of(" \t\r") == std::string::npos;
     if (!blank) take(std::move(record));
     record = Record{};
     record.line = line + 1;

@@ -25,8 +25,18 @@ bool glob_matches(const std::string& glob, const std::string& path);
 // for what can't be listed.
 std::vector<std::string> list_sources(const std::string& root, const Component& component);
 
+class DamagedArchive : public Error {
+ public:
+  DamagedArchive(const std::string& path, const std::string& what)
+      : Error(ExitCode::kData, path + ": " + what), what_(what) {}
+  const std::string& why() const { return what_; }  // without the path
+
+ private:
+  std::string what_;
+};
+
 // The bytes of a file, unpacked when its name ends in .gz or .zst. Throws Error(kData), naming the
-// file, for one that can't be read, is cut off or damaged.
+// file, for one that can't be read, and DamagedArchive for one that is cut off or damaged.
 class SourceFile {
  public:
   explicit SourceFile(const std::string& path);
@@ -50,10 +60,15 @@ class SourceFile {
   std::unique_ptr<Unpacker> unpacker_;
 };
 
+// What is wrong with an archive (.gz, .zst) that is cut off or damaged; nothing for a whole one and
+// for a file of another kind. Unpacks all of it, since damage may show at the very end. Throws
+// Error(kData) for a file that can't be read.
+std::optional<std::string> archive_fault(const std::string& path);
+
 struct Record {
   std::string bytes;      // of the file, or of the line
   std::int64_t line = 0;  // 1-based; 0 for a whole file
-  bool too_long = false;  // above kLongestRecord; `bytes` is empty
+  std::string fault;      // why it can't be used: above kLongestRecord; then `bytes` is empty
 };
 constexpr std::int64_t kLongestRecord = std::int64_t{1} << 32;
 

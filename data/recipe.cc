@@ -1,6 +1,6 @@
 #include "data/recipe.h"
 
-#include <cctype>
+#include <algorithm>
 #include <filesystem>
 #include <map>
 #include <set>
@@ -24,7 +24,7 @@ struct Node {
   const pb::Message& message;
   const Places* places;
   const std::string& file;
-  std::string place;  // "file:line:column" of the message
+  std::string place;  // "file:line" of the message
   std::string path;   // "component[2]." or ""
 
   // Where a field stands; where it is missing, its message's place.
@@ -32,7 +32,7 @@ struct Node {
     if (places == nullptr || (field->is_repeated() && index < 0)) return place;
     const auto found = places->GetLocation(field, index);
     if (found.line < 0) return place;
-    return file + ":" + std::to_string(found.line + 1) + ":" + std::to_string(found.column + 1);
+    return file + ":" + std::to_string(found.line + 1);
   }
 
   [[noreturn]] void fail(const std::string& field, const std::string& what, int index = -1) const {
@@ -85,7 +85,8 @@ void check_glob(const Node& node, int index, const std::string& glob) {
     const std::size_t end = std::min(glob.find('/', begin), glob.size());
     const std::string part = glob.substr(begin, end - begin);
     if (part == ".." || part == "." || part.empty()) {
-      node.fail("glob", "expected no empty part, '.' or '..' in \"" + glob + "\"", index);
+      node.fail("glob", "expected no empty part, '.' or '..' in \"" + printable(glob) + "\"",
+                index);
     }
     begin = end + 1;
   }
@@ -106,12 +107,16 @@ NestedStream read_stream(const Node& node, const StreamConfig& config,
     const Node part_node = node.nested("component", part, i);
     const auto found = names.find(part.name());
     if (found == names.end()) {
-      part_node.fail("name", "the recipe has no component \"" + part.name() + "\"");
+      part_node.fail("name", "the recipe has no component \"" + printable(part.name()) + "\"");
     }
     if (!seen.insert(found->second).second) {
       part_node.fail("name", "\"" + part.name() + "\" stands in this stream twice");
     }
     stream.parts.push_back({found->second, part_node.weight(part.weight())});
+  }
+  if (std::all_of(stream.parts.begin(), stream.parts.end(),
+                  [](const NestedStream::Part& part) { return part.weight == 0; })) {
+    node.fail("component", "the weights sum to 0", 0);
   }
   return stream;
 }
@@ -147,22 +152,37 @@ Component read_component(const Node& node, const ComponentConfig& config,
   return component;
 }
 
-// Depth-first over the streams; `path` holds the components being visited.
-void refuse_cycles(const Recipe& recipe, std::int64_t component, std::vector<int>& state,
-                   const Node& root) {
+// Reading a stream recurses through those that it is made of.
+constexpr int kDeepestStream = 100;
+constexpr int kBeingVisited = -1;
+
+// Depth-first over the streams: how many lie below one another, itself included. `depths` keeps
+// what is known, 0 where nothing is yet.
+int check_depth(const Recipe& recipe, std::int64_t component, std::vector<int>& depths, int above,
+                const Node& root) {
   const auto index = static_cast<std::size_t>(component);
-  if (state[index] == 2) return;
-  if (state[index] == 1) {
-    root.fail("component", "the stream \"" + recipe.components[index].name + "\" contains itself",
+  const std::string too_deep =
+      "is one of more than " + std::to_string(kDeepestStream) + " that lie in one another";
+  const auto refuse = [&](const std::string& what) {
+    root.fail("component", "the stream \"" + recipe.components[index].name + "\" " + what,
               static_cast<int>(component));
-  }
-  state[index] = 1;
-  if (recipe.components[index].stream) {
-    for (const auto& part : recipe.components[index].stream->parts) {
-      refuse_cycles(recipe, part.component, state, root);
+  };
+  if (depths[index] == kBeingVisited) refuse("contains itself");
+  if (depths[index] == 0) {
+    if (above == kDeepestStream) refuse(too_deep);
+    depths[index] = kBeingVisited;
+    int deepest = 0;
+    if (recipe.components[index].stream) {
+      for (const auto& part : recipe.components[index].stream->parts) {
+        deepest = std::max(deepest, check_depth(recipe, part.component, depths, above + 1, root));
+      }
     }
+    depths[index] = deepest + 1;
   }
-  state[index] = 2;
+  if (depths[index] > kDeepestStream) {
+    refuse(too_deep);
+  }
+  return depths[index];
 }
 
 bool is_digest(const std::string& text) {
@@ -208,8 +228,8 @@ void add_source(Serialisation& out, const Component& component) {
 
 Weight parse_weight(const std::string& text) {
   const std::string expected =
-      "expected a decimal of at most six decimals from \"0\" to \"1000000\", found \"" + text +
-      "\"";
+      "expected a decimal of at most six decimals from \"0\" to \"1000000\", found \"" +
+      printable(text) + "\"";
   const std::size_t point = std::min(text.find('.'), text.size());
   const std::string whole = text.substr(0, point);
   const std::string fraction = point < text.size() ? text.substr(point + 1) : "";
@@ -278,7 +298,8 @@ Recipe parse_recipe(const std::string& text, const std::string& path) {
     const std::string& name = config.component(i).name();
     const Node node = root.nested("component", config.component(i), i);
     if (!is_name(name)) {
-      node.fail("name", "expected letters, digits, '.', '_' and '-', found \"" + name + "\"");
+      node.fail("name",
+                "expected letters, digits, '.', '_' and '-', found \"" + printable(name) + "\"");
     }
     if (!names.emplace(name, i).second) node.fail("name", "\"" + name + "\" is there twice");
   }
@@ -289,15 +310,18 @@ Recipe parse_recipe(const std::string& text, const std::string& path) {
     any_weight = any_weight || recipe.components.back().weight > 0;
   }
   if (!any_weight) root.fail("component", "the weights sum to 0", 0);
-  std::vector<int> state(recipe.components.size(), 0);
+  std::vector<int> depths(recipe.components.size(), 0);
   for (std::size_t i = 0; i < recipe.components.size(); ++i) {
-    refuse_cycles(recipe, static_cast<std::int64_t>(i), state, root);
+    check_depth(recipe, static_cast<std::int64_t>(i), depths, 0, root);
   }
   return recipe;
 }
 
 Recipe read_recipe(const std::string& path) {
-  return parse_recipe(read_text_file(path, ExitCode::kUsage), path);
+  constexpr std::int64_t kLargestFile = std::int64_t{1} << 20;
+  return parse_recipe(
+      read_text_file(path, ExitCode::kUsage, "a recipe in protobuf text format", kLargestFile),
+      path);
 }
 
 std::string recipe_digest(const Recipe& recipe) {

@@ -62,7 +62,7 @@ struct Recipe {
   std::int64_t samples() const { return total_tokens / sequence_length; }
 };
 
-// Throws Error(kUsage) in one line "file:line:column: field: what is wrong": a syntax error, an
+// Throws Error(kUsage) in one line "file:line: field: what is wrong": a syntax error, an
 // unknown field (with the nearest valid name), an impossible value, a cycle of streams.
 Recipe read_recipe(const std::string& path);
 // `path` names the text in errors and resolves the tokenizer's path.

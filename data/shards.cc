@@ -16,6 +16,7 @@
 
 #include "data/sha256.h"
 #include "data/text_format.h"
+#include "data/tokenizer.h"
 
 namespace tessera {
 namespace {
@@ -45,6 +46,13 @@ bool is_plain_name(const std::string& name) {
 
 bool is_digest(const std::string& text) {
   return text.size() == 64 && text.find_first_not_of("0123456789abcdef") == std::string::npos;
+}
+
+// One source file of a component takes about 250 bytes.
+std::string read_manifest_text(const std::string& path) {
+  constexpr std::int64_t kLargestManifest = std::int64_t{1} << 30;
+  return read_text_file(path, ExitCode::kData, "a manifest, which `tessera data build` writes",
+                        kLargestManifest);
 }
 
 }  // namespace
@@ -153,7 +161,7 @@ std::shared_ptr<ShardFiles> make_shard_files() {
 Manifest read_manifest(const std::string& folder) {
   const std::string path = folder + "/" + kManifestName;
   Manifest manifest;
-  parse_text_format(read_text_file(path, ExitCode::kData), path, ExitCode::kData, &manifest);
+  parse_text_format(read_manifest_text(path), path, ExitCode::kData, &manifest);
   const auto check = [&](bool ok, const std::string& what) {
     if (!ok) fail(path + ": " + what);
   };
@@ -163,6 +171,9 @@ Manifest read_manifest(const std::string& folder) {
   check(manifest.vocabulary() > 0 && manifest.vocabulary() <= (std::int64_t{1} << 32) &&
             manifest.end_of_sequence() >= 0 && manifest.end_of_sequence() < manifest.vocabulary(),
         "expected 0 <= end_of_sequence < vocabulary <= 2^32");
+  check(
+      manifest.documents() >= 0 && manifest.empty_documents() >= 0 && manifest.bad_documents() >= 0,
+      "expected no count of documents below 0");
   check(is_digest(manifest.tokenizer_digest()), "tokenizer_digest: expected 64 hex digits");
   constexpr std::int64_t kLimit = std::int64_t{1} << 60;
   std::int64_t tokens = 0;
@@ -203,10 +214,11 @@ ShardedTokens::ShardedTokens(const std::string& folder, std::shared_ptr<ShardFil
     : folder_(folder), manifest_(read_manifest(folder)), files_(std::move(files)) {
   const std::vector<std::string> faults = check_sizes(folder_, manifest_);
   if (!faults.empty()) {
-    fail(faults[0] + (faults.size() == 1
-                          ? ""
-                          : "; and " + std::to_string(faults.size() - 1) +
-                                " more such faults in this component (see data verify)"));
+    fail(faults[0] +
+         (faults.size() == 1 ? ""
+                             : "; and " + std::to_string(faults.size() - 1) +
+                                   " more such faults in this component") +
+         "; `tessera data verify` lists all, `tessera data build` makes the component anew");
   }
   std::vector<std::string> paths;
   starts_.push_back(0);
@@ -225,6 +237,8 @@ std::int64_t ShardedTokens::shard_of(std::int64_t token) const {
 
 void ShardedTokens::read(std::int64_t first, std::int64_t count, std::uint32_t* out) const {
   TESSERA_CHECK(first >= 0 && count >= 0 && count <= tokens() - first);
+  const std::uint32_t* const ids = out;
+  const std::int64_t begin = first, end = first + count;
   std::int64_t shard = shard_of(first);
   while (count > 0) {
     const auto s = static_cast<std::size_t>(shard);
@@ -236,6 +250,17 @@ void ShardedTokens::read(std::int64_t first, std::int64_t count, std::uint32_t* 
     out += piece;
     ++shard;
   }
+  // Digests are checked on demand only; an id that nobody can use shows damage all the same.
+  for (std::int64_t token = begin; token < end; ++token) {
+    const std::int64_t id = ids[token - begin];
+    if (id < manifest_.vocabulary()) continue;
+    const Place damaged = place(token);
+    fail(damaged.file + ": token id " + std::to_string(id) + " at byte " +
+         std::to_string(damaged.byte_offset) + " isn't below the manifest's vocabulary of " +
+         std::to_string(manifest_.vocabulary()) +
+         ": the shard is damaged; `tessera data verify` finds all that are, `tessera data build` "
+         "makes them anew once they are deleted");
+  }
 }
 
 ShardedTokens::Place ShardedTokens::place(std::int64_t token) const {
@@ -244,6 +269,36 @@ ShardedTokens::Place ShardedTokens::place(std::int64_t token) const {
   return {folder_ + "/" + manifest_.shard(static_cast<int>(shard)).file(),
           (token - starts_[static_cast<std::size_t>(shard)]) * kTokenBytes};
 }
+
+namespace {
+
+// The shards must be what this recipe would make, as far as their manifest tells: one that another
+// program wrote needs no build digest, and a recipe may leave the sources out.
+void check_origin(const Recipe& recipe, const Component& component, const Manifest& manifest,
+                  const std::string& path) {
+  const std::string again = "; run `tessera data build` with this recipe, or name the shards' own";
+  const bool of_bytes = recipe.tokenizer == "byte";
+  TokenizerOptions cut;
+  cut.vocabulary_limit = of_bytes ? recipe.vocabulary_limit : 0;
+  const std::string& found = manifest.tokenizer_digest();
+  const bool same_kind = of_bytes == (found == open_tokenizer("byte", cut)->digest());
+  // The recipe tells the whole tokenizer's digest, and a cut one has its own.
+  const bool same_digest = recipe.tokenizer_digest.empty() || recipe.vocabulary_limit > 0 ||
+                           found == recipe.tokenizer_digest;
+  if (!same_kind || !same_digest) {
+    fail(path + ": these shards were made with another tokenizer than the recipe's " +
+         recipe.tokenizer + again);
+  }
+  if (!component.globs.empty() && !manifest.build_digest().empty() &&
+      manifest.build_digest() != build_digest(recipe, component)) {
+    fail(path +
+         ": these shards were made by another recipe: its sources, vocabulary or options of "
+         "building differ" +
+         again);
+  }
+}
+
+}  // namespace
 
 Corpus open_corpus(const Recipe& recipe, const std::string& root) {
   Corpus corpus;
@@ -268,6 +323,7 @@ Corpus open_corpus(const Recipe& recipe, const std::string& root) {
       fail(path + ": expected component \"" + component.name + "\", found \"" +
            manifest.component() + "\"");
     }
+    check_origin(recipe, component, manifest, path);
     if (first_path.empty()) {
       first_path = path;
       corpus.end_of_sequence = manifest.end_of_sequence();
@@ -279,7 +335,7 @@ Corpus open_corpus(const Recipe& recipe, const std::string& root) {
         manifest.vocabulary() != corpus.vocabulary) {
       fail(path + ": was made with another tokenizer or end of sequence than " + first_path);
     }
-    sha.update(sha256_hex(read_text_file(path, ExitCode::kData)));
+    sha.update(sha256_hex(read_manifest_text(path)));
     corpus.components.push_back(std::move(opened));
   }
   corpus.digest = sha.finish_hex();
@@ -309,18 +365,28 @@ std::vector<std::string> verify_corpus(const std::string& root, int threads) {
     std::string fault;
   };
   std::vector<std::string> faults;
-  if (find(root + "/" + kRecipeName).bytes >= 0) {
+  // One that can't be read is a fault like others, and hides none.
+  const auto or_fault = [&](const auto& action) {
+    try {
+      action();
+    } catch (const Error& error) {
+      faults.push_back(error.what());
+    }
+  };
+  or_fault([&] {
+    if (find(root + "/" + kRecipeName).bytes < 0) return;
     for (const Component& component : read_recipe(root + "/" + kRecipeName).components) {
       if (!component.stream && !std::binary_search(names.begin(), names.end(), component.name)) {
         faults.push_back(root + "/" + component.name + "/" + kManifestName +
                          ": expected by the recipe, found none");
       }
     }
-  }
+  });
   std::vector<Piece> pieces;
   for (const std::string& name : names) {
     const std::string folder = root + "/" + name;
-    const Manifest manifest = read_manifest(folder);
+    Manifest manifest;
+    or_fault([&] { manifest = read_manifest(folder); });
     const std::vector<std::string> wrong = check_sizes(folder, manifest);
     faults.insert(faults.end(), wrong.begin(), wrong.end());
     for (const ManifestShard& shard : manifest.shard()) {

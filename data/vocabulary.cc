@@ -2,17 +2,15 @@
 
 #include <algorithm>
 #include <array>
-#include <cerrno>
 #include <charconv>
-#include <cstring>
 #include <filesystem>
-#include <fstream>
 #include <nlohmann/json.hpp>
 #include <unordered_map>
 #include <unordered_set>
 
 #include "data/byte_pair.h"
 #include "data/pretokenizer.h"
+#include "data/text_format.h"
 #include "runtime/error.h"
 
 namespace tessera {
@@ -20,7 +18,7 @@ namespace {
 
 using nlohmann::json;
 
-constexpr std::size_t kLargestFile = std::size_t{256} << 20;
+constexpr std::int64_t kLargestFile = std::int64_t{256} << 20;
 // Ids that added tokens may take, used or not; each costs memory.
 constexpr std::int64_t kMostAddedIds = std::int64_t{1} << 20;
 // Bytes of a token of a .tiktoken file: finding out what it is made of takes time by their square.
@@ -62,28 +60,14 @@ constexpr const char* kQwen3Added[] = {"<|endoftext|>",
 }
 
 std::string read_file(const std::string& path) {
-  std::error_code ignored;
-  if (std::filesystem::is_directory(path, ignored)) {
-    fail(path, "is a folder; name the tokenizer.json or .tiktoken file in it");
-  }
-  std::ifstream file(path, std::ios::binary);
-  if (!file) fail(path, std::string("cannot be opened: ") + std::strerror(errno));
-  std::string content;
-  std::array<char, 1 << 16> part;
-  while (file) {
-    file.read(part.data(), part.size());
-    content.append(part.data(), static_cast<std::size_t>(file.gcount()));
-    if (content.size() > kLargestFile) fail(path, "is larger than 256 MiB: not a tokenizer");
-  }
-  if (file.bad()) fail(path, "cannot be read");
-  return content;
+  return read_text_file(path, ExitCode::kData, "a tokenizer.json or .tiktoken file", kLargestFile);
 }
 
 json parse_json(const std::string& path, const std::string& content) {
   try {
     return json::parse(content);
   } catch (const json::exception& error) {
-    fail(path, std::string("is not JSON, or cut off: ") + error.what());
+    fail(path, "is not JSON, or cut off: " + printable(error.what()));
   }
 }
 

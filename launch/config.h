@@ -14,6 +14,10 @@ namespace tessera {
 // ("latin7_small"). Throws Error(kUsage) with the names when it is neither.
 std::string find_config(const std::string& name);
 
+// A path, "" excepted, against the working folder. Throws Error(kUsage) when there is none any
+// more.
+std::string absolute_path(const std::string& path);
+
 // Reads the file that find_config finds, applies the overrides in order and validates. An override
 // is "path=value": "optim.learning_rate=3e-4", "model.mixer[1].sliding.window=64",
 // "checkpoint.archive_steps=[10, 20]", "parallel.gather=PER_STEP"; the value is what would stand in

@@ -19,6 +19,8 @@ constexpr std::int64_t kLargestVocabulary = (std::int64_t{1} << 31) - 1;  // lab
 constexpr std::int64_t kLargestLength = std::int64_t{1} << 31;
 constexpr std::int64_t kMostLayers = 10000;
 constexpr std::int64_t kLargestBatch = std::int64_t{1} << 31;
+constexpr std::int64_t kMostQuanta = std::int64_t{1} << 20;   // a plan lists them
+constexpr std::int64_t kMostSamples = std::int64_t{1} << 62;  // of a run
 constexpr std::int64_t kMostSteps = std::int64_t{1} << 48;
 constexpr std::int64_t kMostThreads = 4096;
 constexpr std::int64_t kMostRanks = 1 << 20;
@@ -116,6 +118,15 @@ void check_train(Rules& rules, const TrainConfig& train) {
             ", got " + std::to_string(train.micro_batch()));
   }
   rules.range(train.steps(), 0, kMostSteps, "train.steps");
+  if (!rules.fault()) {
+    const std::int64_t batch = train.global_batch();
+    const std::int64_t most = kMostQuanta * train.micro_batch();
+    rules.require(batch <= most, "train.global_batch",
+                  "expected at most " + std::to_string(kMostQuanta) +
+                      " micro-batches in a step, so " + std::to_string(most) + ", got " +
+                      std::to_string(batch));
+    rules.range(train.steps(), 0, kMostSamples / batch, "train.steps");
+  }
   rules.range(train.stop_at_step(), 0, kMostSteps, "train.stop_at_step");
 }
 

@@ -10,6 +10,7 @@
 #include <string_view>
 #include <vector>
 
+#include "data/text_format.h"
 #include "data/utf8.h"
 #include "runtime/error.h"
 
@@ -39,8 +40,8 @@ void decode_plain(const Tokenizer& tokenizer, std::istream& in, std::ostream& ou
     const char* end = word.data() + word.size();
     const auto [stop, error] = std::from_chars(word.data(), end, id);
     if (error != std::errc() || stop != end) {
-      throw Error(ExitCode::kData, "standard input: word " + std::to_string(ids.size() + 1) +
-                                       ", '" + word.substr(0, 40) + "', isn't a token id");
+      throw Error(ExitCode::kData, "word " + std::to_string(ids.size() + 1) + ", '" +
+                                       word.substr(0, 40) + "', isn't a token id");
     }
     ids.push_back(id);
   }
@@ -100,7 +101,7 @@ void convert_lines(const Tokenizer& tokenizer, const TokenizeOptions& options, s
       convert(tokenizer, options, object);
       out << object.dump() << '\n';
     } catch (const json::exception& error) {
-      throw Error(ExitCode::kData, where + "isn't JSON: " + error.what());
+      throw Error(ExitCode::kData, where + "isn't JSON: " + printable(error.what()));
     } catch (const Error& error) {
       throw Error(error.code(), where + error.what());
     }
@@ -113,10 +114,16 @@ void tokenize(const Tokenizer& tokenizer, const TokenizeOptions& options, std::i
               std::ostream& out) {
   if (options.json_lines) {
     convert_lines(tokenizer, options, in, out);
-  } else if (options.decode) {
-    decode_plain(tokenizer, in, out);
   } else {
-    encode_plain(tokenizer, options, in, out);
+    try {
+      if (options.decode) {
+        decode_plain(tokenizer, in, out);
+      } else {
+        encode_plain(tokenizer, options, in, out);
+      }
+    } catch (const Error& error) {
+      throw Error(error.code(), std::string("standard input: ") + error.what());
+    }
   }
   out.flush();
   if (!out) throw Error(ExitCode::kCheckpoint, "standard output can't be written");

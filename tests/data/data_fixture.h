@@ -13,6 +13,7 @@
 #include "data/sha256.h"
 #include "data/shards.h"
 #include "data/stream.h"
+#include "data/tokenizer.h"
 #include "tests/data/temp_folder.h"
 
 namespace tessera {
@@ -38,7 +39,7 @@ inline void write_component(const std::string& root, const std::string& name,
   std::ostringstream manifest;
   manifest << "component: \"" << name << "\" tokens: " << tokens.size()
            << " vocabulary: 4294967296 end_of_sequence: " << kByteEnd << " tokenizer_digest: \""
-           << std::string(64, '0') << "\"\n";
+           << open_tokenizer("byte")->digest() << "\"\n";
   const std::string bytes(reinterpret_cast<const char*>(tokens.data()), tokens.size() * 4);
   std::int64_t begin = 0;
   for (std::size_t s = 0; s < shards.size(); ++s) {

@@ -204,6 +204,23 @@ TEST_F(SourceFileTest, DamagedArchivesAreErrors) {
             ExitCode::kData);
 }
 
+TEST_F(SourceFileTest, B06_TheFaultOfAnArchiveIsFoundWithoutItsRecords) {
+  const std::string bytes = noise(300000);
+  const auto fault = [&](const std::string& name, const std::string& packed) {
+    return archive_fault(path(name, packed)).value_or("");
+  };
+  for (const auto& [name, packed] :
+       {std::pair<std::string, std::string>{"a.gz", gzip(bytes)}, {"a.zst", zstd(bytes)}}) {
+    EXPECT_EQ(fault(name, packed), "");
+    EXPECT_THAT(fault(name, packed.substr(0, packed.size() - 1)), HasSubstr("is cut off: "));
+    EXPECT_THAT(fault(name, packed.substr(0, 100)), HasSubstr("is cut off: "));
+    EXPECT_THAT(fault(name, ""), HasSubstr("is cut off: "));
+    EXPECT_THAT(fault(name, bytes), HasSubstr("is damaged: "));
+  }
+  EXPECT_EQ(fault("a.txt", gzip(bytes).substr(0, 100)), "");
+  EXPECT_EQ(thrown_by([&] { archive_fault(root_ / "none.gz"); }).code, ExitCode::kData);
+}
+
 TEST_F(SourceFileTest, MissingFilesAreErrors) {
   EXPECT_EQ(thrown_by([&] { SourceFile(root_ / "none.txt"); }).code, ExitCode::kData);
   EXPECT_EQ(thrown_by([&] {
@@ -278,6 +295,13 @@ TEST(TextOfJson, SaysWhyThereIsNone) {
     EXPECT_THAT(text_or_why(bad), HasSubstr("not valid JSON in UTF-8")) << bad;
   }
   EXPECT_THAT(text_or_why(std::string(1000000, '[')), HasSubstr("not valid JSON"));
+  EXPECT_EQ(text_or_why(R"({"x": 1e999, "text": "a"})"),
+            "holds a number beyond a double's range, at byte 11");
+  // What is no text may lie as deep as it likes.
+  const std::string deep(1000000, '[');
+  EXPECT_EQ(text_or_why(R"({"text": "a", "x": )" + deep + std::string(deep.size(), ']') + "}"),
+            "text: a");
+  EXPECT_EQ(text_or_why("\xef\xbb\xbf{\"text\": \"a\"}"), "text: a");
 }
 
 }  // namespace

@@ -18,6 +18,7 @@ using ::testing::HasSubstr;
 using ::testing::IsEmpty;
 using ::testing::SizeIs;
 
+constexpr char kQwen3Digest[] = "7af1edf7618c1e3b4fe1a70d4cf606a5bc2c5798c8dcc74eaaa94410510da1a7";
 constexpr std::int64_t kPaperShard = std::int64_t{1} << 28;
 
 // Shards of the given lengths that take no space, with their manifest.
@@ -26,7 +27,7 @@ void write_sparse_component(const std::string& root, const std::string& name,
   std::filesystem::create_directories(root + "/" + name);
   std::ostringstream manifest;
   manifest << "component: \"" << name << "\" vocabulary: 151669 end_of_sequence: 151645 "
-           << "tokenizer_digest: \"" << std::string(64, '0')
+           << "tokenizer_digest: \"" << kQwen3Digest
            << "\" tokens: " << std::accumulate(shards.begin(), shards.end(), std::int64_t{0})
            << "\n";
   for (std::size_t s = 0; s < shards.size(); ++s) {
@@ -249,6 +250,19 @@ TEST_F(DamagedShards, B05_AShardCutWhileOpenIsAnErrorAndNeverZeros) {
   EXPECT_THAT(thrown.message, HasSubstr(shard_));
 }
 
+TEST_F(DamagedShards, B05_AnIdOutsideOfTheVocabularyIsDamage) {
+  std::string manifest = read_file(root_ / "a/manifest.textproto");
+  manifest.replace(manifest.find("vocabulary: 4294967296"), 22, "vocabulary: 300");
+  write_file(root_ / "a/manifest.textproto", manifest);
+  const ShardedTokens tokens(root_ / "a", make_shard_files());
+  std::vector<std::uint32_t> ids(300);
+  tokens.read(0, 295, ids.data());
+  const Thrown thrown = thrown_by([&] { tokens.read(250, 50, ids.data()); });
+  EXPECT_EQ(thrown.code, ExitCode::kData);
+  EXPECT_THAT(thrown.message, HasSubstr("part-2: token id 300 at byte 380 isn't below"));
+  EXPECT_THAT(thrown.message, HasSubstr("data verify"));
+}
+
 TEST_F(DamagedShards, ManifestsThatLieAreRefused) {
   const std::string path = root_ / "a/manifest.textproto";
   const std::string text = read_file(path);
@@ -273,6 +287,9 @@ TEST_F(DamagedShards, ManifestsThatLieAreRefused) {
   refused("tokenizer_digest", "tokeniser_digest");
   refused("component: \"a\"", "");
   refused("shard {", "shard <");
+  refused("vocabulary", "documents: -1 vocabulary");
+  refused("vocabulary", "empty_documents: -1 vocabulary");
+  refused("vocabulary", "bad_documents: -9223372036854775808 vocabulary");
 }
 
 TEST(Corpus, ComponentsOfDifferentTokenizersAreRefused) {
@@ -285,7 +302,7 @@ TEST(Corpus, ComponentsOfDifferentTokenizersAreRefused) {
       "r");
   const std::string digest = open_corpus(recipe, root.path()).digest;
   std::string manifest = read_file(root / "b/manifest.textproto");
-  manifest.replace(manifest.find(std::string(64, '0')), 64, std::string(64, '1'));
+  manifest.replace(manifest.find(open_tokenizer("byte")->digest()), 64, std::string(64, '1'));
   write_file(root / "b/manifest.textproto", manifest);
   const Thrown thrown = thrown_by([&] { open_corpus(recipe, root.path()); });
   EXPECT_EQ(thrown.code, ExitCode::kData);
@@ -301,6 +318,37 @@ TEST(Corpus, ComponentsOfDifferentTokenizersAreRefused) {
   EXPECT_NE(open_corpus(recipe, root.path()).digest, digest);
 }
 
+TEST(Corpus, ShardsOfAnotherRecipeAreRefused) {
+  TempFolder root;
+  write_component(root.path(), "a", counting(100, 0), {100});
+  const std::string path = root / "a/manifest.textproto";
+  const std::string manifest = read_file(path);
+  const auto recipe = [](const std::string& options, const std::string& source) {
+    return parse_recipe("sequence_length: 8 total_tokens: 80 " + options +
+                            " component { name: \"a\" weight: \"1\" " + source + " }",
+                        "r");
+  };
+  const std::string source = "source { glob: \"x\" }";
+  const Recipe whole = recipe("tokenizer: \"byte\"", source);
+  write_file(path,
+             manifest + "build_digest: \"" + build_digest(whole, whole.components[0]) + "\"\n");
+  open_corpus(whole, root.path());
+  // What the recipe doesn't say it can't be wrong about.
+  open_corpus(recipe("tokenizer: \"byte\" seed: 3", ""), root.path());
+  const auto refused = [&](const std::string& options, const std::string& with) {
+    const Thrown thrown = thrown_by([&] { open_corpus(recipe(options, with), root.path()); });
+    EXPECT_EQ(thrown.code, ExitCode::kData);
+    EXPECT_THAT(thrown.message, HasSubstr("data build"));
+    return thrown.message;
+  };
+  EXPECT_THAT(refused("tokenizer: \"byte\"", "source { glob: \"y\" }"),
+              HasSubstr("another recipe"));
+  EXPECT_THAT(refused("tokenizer: \"byte\" shard_tokens: 7", source), HasSubstr("another recipe"));
+  EXPECT_THAT(refused("tokenizer: \"qwen.tiktoken\"", source), HasSubstr("another tokenizer"));
+  EXPECT_THAT(refused("tokenizer: \"byte\" tokenizer_digest: \"" + std::string(64, '7') + "\"", ""),
+              HasSubstr("another tokenizer"));
+}
+
 TEST(Corpus, VerifyMissesNoComponentOfTheRecipe) {
   TempFolder root;
   write_component(root.path(), "a", counting(100, 0), {100});
@@ -311,6 +359,11 @@ TEST(Corpus, VerifyMissesNoComponentOfTheRecipe) {
   ASSERT_THAT(faults, SizeIs(1));
   EXPECT_THAT(faults[0], HasSubstr("/b/manifest.textproto"));
   EXPECT_EQ(thrown_by([&] { verify_corpus(root / "nowhere", 1); }).code, ExitCode::kData);
+  // What can't be read is a fault too.
+  write_file(root / "b/manifest.textproto", "garbage");
+  write_file(root / kRecipeName, "{");
+  std::filesystem::resize_file(root / "a/part-0", 1);
+  EXPECT_THAT(verify_corpus(root.path(), 1), SizeIs(3));
 }
 
 }  // namespace

@@ -769,7 +769,7 @@ TEST_F(SmallTokenizer, WrongShapesAreNamed) {
   EXPECT_THAT(refused_lines("{" + std::string(1000000, '[')), HasSubstr("is not JSON"));
   const std::string none = folder_.write("x", "") + "-none";
   EXPECT_THAT(message_of(ExitCode::kData, [&] { open_tokenizer(none); }),
-              HasSubstr("cannot be opened"));
+              HasSubstr("no such file"));
   EXPECT_THAT(message_of(ExitCode::kData, [] { open_tokenizer("/tmp"); }),
               HasSubstr("is a folder"));
 }

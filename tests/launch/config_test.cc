@@ -160,6 +160,12 @@ TEST_F(ConfigTest, B35_BrokenConfigsNameLinePathAndNearestField) {
        ":15: data.directory: ", "expected a text in quotes, got corpus"},
       {"micro-batch that doesn't divide", "micro_batch: 2", "micro_batch: 3",
        ":18: train.micro_batch: ", "expected a divisor of train.global_batch = 8, got 3"},
+      {"a step of billions of micro-batches", "global_batch: 8", "global_batch: 2147483648",
+       ":17: train.global_batch: ",
+       "at most 1048576 micro-batches in a step, so 2097152, got 2147483648"},
+      {"samples beyond 63 bits", "  global_batch: 8\n  micro_batch: 2\n  steps: 100",
+       "  global_batch: 1048576\n  micro_batch: 2\n  steps: 281474976710656",
+       ":19: train.steps: ", "at most 4398046511104, got 281474976710656"},
       {"zero batch", "global_batch: 8", "global_batch: 0",
        ":17: train.global_batch: ", "expected at least 1, got 0"},
       {"window below 1", "      window: 32", "      window: 0",
@@ -242,7 +248,7 @@ TEST_F(ConfigTest, B35_WhatIsNoConfigIsRefusedByName) {
   EXPECT_THAT(error_of([&] { load_config(pipe); }), HasSubstr("isn't a regular file"));
   write("");
   std::filesystem::resize_file(path_, std::uintmax_t{1} << 33);
-  EXPECT_THAT(error_of([&] { load_config(path_); }), HasSubstr("too many for a config"));
+  EXPECT_THAT(error_of([&] { load_config(path_); }), HasSubstr("too many; expected a config"));
 }
 
 // Neither crash nor hang, and always one line: the good config with bytes changed at random.
@@ -335,6 +341,9 @@ TEST_F(ConfigTest, B35_BrokenOverridesNameThemselves) {
       {"train.micro_batch=3", "train.micro_batch: expected a divisor"},
       {"optim.learning_rate=-1", "optim.learning_rate: expected a number of at least 0, got -1"},
       {"model.mixer[1].sliding.window=0", "model.mixer[1].sliding.window: "},
+      {"model.schedule={homogeneous {tipe: \"full\"}}",
+       "model.schedule.homogeneous.tipe: there is no field tipe here; nearest: type"},
+      {"model.mixer[1]={slidin {window: 3}}", "model.mixer[1].slidin: there is no field slidin"},
   };
   for (const auto& [override, words] : cases) {
     EXPECT_THAT(set_error(override),
