@@ -270,16 +270,6 @@ std::string describe(const Descriptor& root, const Spot& spot, const std::string
 
 }  // namespace
 
-std::string one_line(std::string message) {
-  constexpr std::size_t kLongest = 4000;
-  for (char& c : message) {
-    if (static_cast<unsigned char>(c) < 0x20 || c == 0x7f) c = '?';
-  }
-  if (message.size() <= kLongest) return message;
-  // The file stands first, what to do last.
-  return message.substr(0, kLongest / 2) + " ... " + message.substr(message.size() - kLongest / 2);
-}
-
 std::string printable(std::string text) {
   constexpr std::size_t kLongest = 200;
   const bool cut = text.size() > kLongest;

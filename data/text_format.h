@@ -48,8 +48,5 @@ std::string wrong_value(const google::protobuf::FieldDescriptor& field, const st
 // A piece of a file or a command line for a message: control characters and what isn't UTF-8 become
 // '?', and what is long is cut.
 std::string printable(std::string text);
-// A whole message for the terminal or a list, in one line whatever names and values it quotes:
-// control characters become '?', and what is very long loses its middle.
-std::string one_line(std::string message);
 
 }  // namespace tessera

@@ -12,7 +12,7 @@
 
 #include "data/build.h"
 #include "data/stream.h"
-#include "launch/paths.h"
+#include "launch/config.h"
 #include "launch/together.h"
 #include "parallel/communicator.h"
 #include "runtime/disk_error.h"
@@ -47,14 +47,16 @@ void build_command(const DataOptions& options) {
   build_options.report = [](const std::string& line) { std::cout << line << std::endl; };
 
   // Ranks may start in different folders: rank 0 reads the recipe and resolves the paths.
-  std::string recipe_path = absolute_path(options.recipe);
-  build_options.sources = absolute_path(options.sources);
-  build_options.out = absolute_path(options.out);
+  std::string recipe_path;
   Recipe recipe;
   std::unique_ptr<Tokenizer> tokenizer;
   try {
     together(communicator, "read the recipe", [&] {
-      if (communicator.rank() == 0) recipe = read_recipe(recipe_path);
+      if (communicator.rank() != 0) return;
+      recipe_path = absolute_path(options.recipe);
+      build_options.sources = absolute_path(options.sources);
+      build_options.out = absolute_path(options.out);
+      recipe = read_recipe(recipe_path);
     });
     std::string text = recipe.text;
     for (std::string* shared : {&recipe_path, &build_options.sources, &build_options.out, &text}) {
@@ -81,10 +83,11 @@ void build_command(const DataOptions& options) {
 
 void verify_command(const DataOptions& options) {
   const std::vector<std::string> faults = verify_corpus(options.data, options.threads);
-  for (const std::string& fault : faults) std::cerr << fault << '\n';
+  for (const std::string& fault : faults) std::cerr << one_line(fault) << '\n';
   if (!faults.empty()) {
     throw Error(ExitCode::kData, options.data + ": " + std::to_string(faults.size()) +
-                                     (faults.size() == 1 ? " fault" : " faults"));
+                                     (faults.size() == 1 ? " fault" : " faults") +
+                                     "; delete the files named and run `tessera data build` again");
   }
   std::cout << options.data << ": every size and digest is right\n";
 }
@@ -92,7 +95,11 @@ void verify_command(const DataOptions& options) {
 TokenStream open_stream(const std::string& recipe_path, const std::string& data) {
   Recipe recipe = read_recipe(recipe_path);
   Corpus corpus = open_corpus(recipe, data);
-  return TokenStream(std::move(recipe), std::move(corpus));
+  try {
+    return TokenStream(std::move(recipe), std::move(corpus));
+  } catch (const Error& error) {
+    throw Error(error.code(), recipe_path + ": " + error.what());
+  }
 }
 
 Json facts_of(const Manifest& manifest) {
@@ -194,7 +201,8 @@ void print_inspection(const Json& found) {
 }
 
 void inspect_command(const DataOptions& options) {
-  const bool mixture = std::filesystem::exists(options.data + "/" + kRecipeName);
+  std::error_code none;
+  const bool mixture = std::filesystem::exists(options.data + "/" + kRecipeName, none);
   const Json found = mixture ? inspect_mixture(options.data) : inspect_manifests(options.data);
   if (options.json) {
     std::cout << found.dump(2) << '\n';

@@ -8,6 +8,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <filesystem>
 #include <iostream>
 #include <new>
 #include <string>
@@ -53,7 +54,7 @@ int launched(const char* variable) {
 // launcher, which ends the job at the first that leaves, so that rank 0 gets to say it.
 int usage_fault(const std::string& line) {
   if (launched("OMPI_COMM_WORLD_RANK") == 0) {
-    std::fprintf(stderr, "tessera: %s\n", line.c_str());
+    std::fprintf(stderr, "tessera: %s\n", tessera::one_line(line).c_str());
   } else {
     sleep(10);
   }
@@ -138,6 +139,10 @@ int main(int argc, char** argv) {
   } catch (const tessera::Error& error) {
     std::fprintf(stderr, "tessera: %s\n", error.what());
     return static_cast<int>(error.code());
+  } catch (const std::filesystem::filesystem_error& error) {
+    std::fprintf(stderr, "tessera: %s: %s\n", tessera::one_line(error.path1().string()).c_str(),
+                 error.code().message().c_str());
+    return static_cast<int>(tessera::ExitCode::kCheckpoint);
   } catch (const std::bad_alloc&) {
     std::fprintf(stderr, "tessera: out of memory\n");
     return static_cast<int>(tessera::ExitCode::kUsage);

@@ -93,14 +93,14 @@ RunSummary summarise(const Stack& stack, const Config& config, std::int64_t sequ
   return summary;
 }
 
-void check_memory(const RunSummary& summary, std::int64_t limit) {
+void check_memory(const RunSummary& summary, std::int64_t limit, const std::string& whose) {
   if (limit == 0 || summary.bytes_per_rank <= limit) return;
   const auto largest =
       std::max_element(summary.memory.begin(), summary.memory.end(),
                        [](const auto& a, const auto& b) { return a.second < b.second; });
   throw Error(ExitCode::kUsage,
               "the run needs " + std::to_string(summary.bytes_per_rank) +
-                  " bytes a rank, more than the limit of " + std::to_string(limit) +
+                  " bytes a rank, more than " + whose + std::to_string(limit) +
                   "; the largest part is " + largest->first + " with " +
                   std::to_string(largest->second) +
                   " bytes: use more ranks, execution.recompute or a smaller train.micro_batch");

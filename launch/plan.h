@@ -48,7 +48,8 @@ RunSummary summarise(const Stack& stack, const Config& config, std::int64_t sequ
                      int ranks);
 
 // Throws Error(kUsage), naming the largest line, when a rank needs more than `limit` bytes; 0 is
-// no limit.
-void check_memory(const RunSummary& summary, std::int64_t limit);
+// no limit. `whose` begins the words about it: "the limit of ".
+void check_memory(const RunSummary& summary, std::int64_t limit,
+                  const std::string& whose = "the limit of ");
 
 }  // namespace tessera

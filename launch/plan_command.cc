@@ -166,7 +166,8 @@ void plan(const PlanArguments& arguments) {
   Config config = load_config(arguments.config, arguments.overrides);
   // The recipe says how long the sequences are; without its file the model's own length is planned.
   std::int64_t length = config.model().length();
-  if (length == 0 || std::filesystem::exists(config.data().recipe())) {
+  std::error_code none;
+  if (length == 0 || std::filesystem::exists(config.data().recipe(), none)) {
     const Recipe recipe = read_recipe(config.data().recipe());
     length = recipe.sequence_length;
     resolve(config, recipe, recipe.vocabulary_limit > 0 ? recipe.vocabulary_limit + 1 : 0);

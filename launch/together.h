@@ -1,6 +1,7 @@
 // What all ranks do or fail together: no rank may go on, or hang, while another has given up.
 #pragma once
 
+#include <new>
 #include <string>
 #include <string_view>
 
@@ -25,6 +26,9 @@ void together(Communicator& communicator, std::string_view what, const Action& a
   } catch (const Error& error) {
     message = error.what();
     code = error.code();
+  } catch (const std::bad_alloc&) {
+    message = "not enough memory to " + std::string(what);
+    code = ExitCode::kUsage;
   }
   try {
     communicator.agree(what, code, message);

@@ -2,14 +2,17 @@
 
 #include <glog/logging.h>
 #include <mpi.h>
+#include <sys/sysinfo.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <chrono>
 #include <cstdio>
 #include <exception>
 #include <filesystem>
 #include <fstream>
+#include <limits>
 #include <memory>
 #include <string>
 #include <vector>
@@ -17,7 +20,6 @@
 #include "data/publish.h"
 #include "data/sha256.h"
 #include "launch/config.h"
-#include "launch/paths.h"
 #include "launch/plan.h"
 #include "launch/signals.h"
 #include "launch/together.h"
@@ -63,6 +65,13 @@ Config read_config(const TrainArguments& arguments, Communicator& communicator, 
   Config config;
   TESSERA_CHECK(config.ParseFromString(bytes));
   return config;
+}
+
+// Bytes of memory and swap.
+std::int64_t memory_of_host() {
+  struct sysinfo host {};
+  if (sysinfo(&host) != 0) return std::numeric_limits<std::int64_t>::max();
+  return static_cast<std::int64_t>((host.totalram + host.totalswap) * host.mem_unit);
 }
 
 // Returns rank 0's lock on the folder, which it holds for the whole run.
@@ -211,7 +220,11 @@ void train(const TrainArguments& arguments, Communicator& communicator, Activity
     }
     stack = std::make_unique<Stack>(config.model(), compute_type(config));
     Corpus corpus = open_corpus(recipe, config.data().directory());
-    stream = std::make_unique<TokenStream>(recipe, std::move(corpus));
+    try {
+      stream = std::make_unique<TokenStream>(recipe, std::move(corpus));
+    } catch (const Error& error) {
+      throw Error(error.code(), config.data().recipe() + ": " + error.what());
+    }
     resolve(config, recipe, stream->corpus().vocabulary);
   });
   if (arguments.dump_batches) {
@@ -220,8 +233,15 @@ void train(const TrainArguments& arguments, Communicator& communicator, Activity
     return;
   }
   together(communicator, "memory limit", [&] {
-    check_memory(summarise(*stack, config, stream->sequence_length(), communicator.size()),
-                 config.execution().memory_limit_bytes());
+    const RunSummary summary =
+        summarise(*stack, config, stream->sequence_length(), communicator.size());
+    check_memory(summary, config.execution().memory_limit_bytes());
+    // The system grants more than there is, and kills a rank once that is touched.
+    const auto& hosts = communicator.hosts();
+    const auto ranks = std::count(hosts.begin(), hosts.end(), communicator.host());
+    check_memory(summary, memory_of_host() / ranks,
+                 "host " + communicator.host() + " has for each of its " + std::to_string(ranks) +
+                     (ranks == 1 ? " rank: " : " ranks: "));
   });
   const std::unique_ptr<FolderLock> lock = make_run_folder(folder, communicator);
   start_log(folder, communicator.rank());
@@ -271,7 +291,7 @@ int run_train(const TrainArguments& arguments) {
       // This rank's alone: the others can't be asked any more.
       const auto* ours = dynamic_cast<const Error*>(&error);
       std::fprintf(stderr, "tessera: %s: %s\n", describe(activity.state(), rank, host).c_str(),
-                   error.what());
+                   one_line(error.what()).c_str());
       std::fflush(stderr);
       MpiSession::abort(ours != nullptr ? ours->code() : ExitCode::kInternal);
     }

@@ -485,8 +485,10 @@ Communicator::Meeting Communicator::meet(std::string_view unit, std::int64_t val
 }
 
 void Communicator::agree(std::string_view unit, ExitCode code, const std::string& error) {
-  for (const std::string& of_rank : all_gather_strings(unit, error)) {
-    if (!of_rank.empty()) throw Error(code, of_rank);
+  // The code goes with its message: this rank's may be another.
+  const std::string mine = error.empty() ? "" : static_cast<char>(code) + error;
+  for (const std::string& of_rank : all_gather_strings(unit, mine)) {
+    if (!of_rank.empty()) throw Error(static_cast<ExitCode>(of_rank[0]), of_rank.substr(1));
   }
 }
 

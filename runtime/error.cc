@@ -3,7 +3,6 @@
 #include <string_view>
 
 namespace tessera {
-namespace {
 
 std::string one_line(std::string text) {
   constexpr std::size_t kEnd = 300;  // where hints stand
@@ -17,8 +16,6 @@ std::string one_line(std::string text) {
   }
   return text;
 }
-
-}  // namespace
 
 Error::Error(ExitCode code, const std::string& message)
     : std::runtime_error(one_line(message)), code_(code) {}

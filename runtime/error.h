@@ -19,9 +19,12 @@ enum class ExitCode : int {
   kInternal = 70,      // a fault of ours: a broken invariant
 };
 
+// For the terminal or a list: '?' for control characters, and without the middle of what is longer
+// than Error::kLongestMessage bytes.
+std::string one_line(std::string text);
+
 // `message` names the file, field, rank or step, and says what to do. It may quote what a file
-// holds: what() is one line whatever that is, with '?' for what would spoil a terminal and without
-// the middle of more than kLongestMessage bytes.
+// holds: what() is one_line of it.
 class Error : public std::runtime_error {
  public:
   static constexpr std::size_t kLongestMessage = 1000;
