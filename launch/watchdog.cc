@@ -97,9 +97,11 @@ Watchdog::~Watchdog() {
   close(file_);
 }
 
-// Counts its own seconds: of a job that is stopped as a whole, and goes on later, none pass.
+// Counts its own seconds: of a job that is stopped as a whole, and goes on later, none pass. A rank
+// that waits for another that moves, however slowly (a save on a slow disk), isn't stuck.
 void Watchdog::watch() {
   std::uint64_t seen = 0;
+  std::string others;  // as they were after half of the time
   std::chrono::seconds quiet{0};
   std::unique_lock lock(mutex_);
   while (!wake_.wait_for(lock, kBeat, [&] { return stop_; })) {
@@ -107,8 +109,20 @@ void Watchdog::watch() {
     write_state(state);
     quiet = state.changes == seen ? quiet + kBeat : std::chrono::seconds(0);
     seen = state.changes;
-    if (quiet > limit_) end_job(state);
+    if (quiet > limit_) {
+      if (states_of_others() == others) end_job(state);
+      quiet = limit_ / 2;
+    }
+    if (quiet == limit_ / 2) others = states_of_others();
   }
+}
+
+std::string Watchdog::states_of_others() const {
+  std::string lines;
+  for (int rank = 0; rank < ranks_; ++rank) {
+    if (rank != rank_) lines += read_peer(folder_, rank).line + '\n';
+  }
+  return lines;
 }
 
 // A full disk must not end a run over its state file: a short write is left as it is.

@@ -28,6 +28,7 @@ class Watchdog {
  private:
   void watch();
   void write_state(const Activity::State& state);
+  std::string states_of_others() const;
   [[noreturn]] void end_job(const Activity::State& state) const;
 
   const Activity& activity_;

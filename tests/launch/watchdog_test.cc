@@ -210,6 +210,24 @@ TEST_F(WatchdogDeathTest, MovementKeepsTheProcessAlive) {
   EXPECT_EXIT(move(), ExitedWithCode(0), "");
 }
 
+TEST_F(WatchdogDeathTest, WaitingForARankThatMovesIsNoStandstill) {
+  const auto wait = [this] {
+    {
+      const Activity activity;
+      const Watchdog watchdog(activity, folder_, 0, 2, "node7", seconds(2));
+      const auto end = steady_clock::now() + seconds(6);
+      for (int piece = 0; steady_clock::now() < end; ++piece) {
+        write_peer(
+            1, "rank 1 host node8 pid 99 step 0 calls 1 doing sync checkpoint of the MiB from " +
+                   std::to_string(piece));
+        std::this_thread::sleep_for(milliseconds(200));
+      }
+    }
+    std::exit(0);
+  };
+  EXPECT_EXIT(wait(), ExitedWithCode(0), "");
+}
+
 // A batch system may stop a job as a whole, and let it go on hours later.
 TEST_F(WatchdogDeathTest, WhileTheProcessIsStoppedNoTimePasses) {
   const auto stop = [this] {
