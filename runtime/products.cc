@@ -376,8 +376,12 @@ void product_of_rows(Worker& worker, std::int64_t tile_rows, Matrix a, Matrix b,
 
 namespace {
 
-// Pieces of a product's output. Fixed numbers: the cut depends on the shape alone.
-constexpr std::int64_t kPieceRows = 128;
+// Pieces of a product's output: the cut depends on the shape and the instruction set alone. Of 128
+// rows the library's AVX2 kernels round some by their place among them, of 64 none.
+std::int64_t piece_rows() {
+  static const std::int64_t rows = __builtin_cpu_supports("avx512f") ? 128 : 64;
+  return rows;
+}
 constexpr std::int64_t kPieceColumns = 512;
 constexpr std::int64_t kTilePiece = 128;    // on tiles, of the larger extent; twice for long sums
 constexpr std::int64_t kTileWindow = 2048;  // terms that are packed at a time
@@ -395,11 +399,12 @@ Matrix block(Matrix from, std::int64_t row, std::int64_t rows, std::int64_t colu
 template <class Body>
 void for_each_piece(Queue& queue, const Matrix& output, const Body& body) {
   const std::int64_t across = pieces_of(output.columns, kPieceColumns);
-  const std::int64_t down = pieces_of(output.rows, kPieceRows);
+  const std::int64_t rows = piece_rows();
+  const std::int64_t down = pieces_of(output.rows, rows);
   queue.parallel_for(down * across, [&](std::int64_t piece, Worker& worker) {
-    const std::int64_t row = piece / across * kPieceRows;
+    const std::int64_t row = piece / across * rows;
     const std::int64_t column = piece % across * kPieceColumns;
-    body(worker, row, std::min(kPieceRows, output.rows - row), column,
+    body(worker, row, std::min(rows, output.rows - row), column,
          std::min(kPieceColumns, output.columns - column));
   });
 }
@@ -474,7 +479,7 @@ void linear_forward(Queue& queue, Matrix x, Matrix w, Matrix y) {
   for_each_piece(
       queue, y,
       [&](Worker& worker, std::int64_t row, std::int64_t m, std::int64_t column, std::int64_t n) {
-        product_of_rows(worker, kPieceRows, block(x, row, m, 0, x.columns),
+        product_of_rows(worker, piece_rows(), block(x, row, m, 0, x.columns),
                         block(w, column, n, 0, w.columns), Transpose::kYes,
                         block(y, row, m, column, n), false);
       });
@@ -489,7 +494,7 @@ void linear_backward_input(Queue& queue, Matrix d_y, Matrix w, Matrix d_x, bool 
   for_each_piece(
       queue, d_x,
       [&](Worker& worker, std::int64_t row, std::int64_t m, std::int64_t column, std::int64_t n) {
-        product_of_rows(worker, kPieceRows, block(d_y, row, m, 0, d_y.columns),
+        product_of_rows(worker, piece_rows(), block(d_y, row, m, 0, d_y.columns),
                         block(w, 0, w.rows, column, n), Transpose::kNo,
                         block(d_x, row, m, column, n), accumulate);
       });
