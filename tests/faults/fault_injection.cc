@@ -6,7 +6,7 @@
 //     transfer            MPI_Test: in the midst of transfers
 //     exchange            MPI_Isend and MPI_Irecv of the rows of experts
 //     save                MPI_File_write_at: inside a checkpoint
-//   TESSERA_FAULT_KIND  throw | exit | exit0 | abort | kill | stop | error | skip
+//   TESSERA_FAULT_KIND  throw | exit | exit0 | abort | kill | stop | error
 #include <mpi.h>
 
 #include <csignal>
@@ -17,9 +17,7 @@
 
 namespace {
 
-constexpr int kSkip = -1;
-
-// MPI_SUCCESS, the error that the call shall return, or kSkip.
+// MPI_SUCCESS, or the error that the call shall return.
 int fault(const char* in) {
   static int calls = 0;
   const char* rank_wanted = std::getenv("TESSERA_FAULT_RANK");
@@ -38,7 +36,6 @@ int fault(const char* in) {
   if (std::strcmp(kind, "abort") == 0) std::abort();
   if (std::strcmp(kind, "kill") == 0) std::raise(SIGKILL);
   if (std::strcmp(kind, "stop") == 0) std::raise(SIGSTOP);
-  if (std::strcmp(kind, "skip") == 0) return kSkip;
   return std::strcmp(kind, "error") == 0 ? MPI_ERR_OTHER : MPI_SUCCESS;
 }
 
@@ -63,7 +60,6 @@ int MPI_Comm_split(MPI_Comm parent, int color, int key, MPI_Comm* made) {
 int MPI_Allreduce(const void* send, void* receive, int count, MPI_Datatype type, MPI_Op operation,
                   MPI_Comm communicator) {
   const int error = fault("call");
-  if (error == kSkip) return MPI_SUCCESS;
   return error != MPI_SUCCESS ? error
                               : PMPI_Allreduce(send, receive, count, type, operation, communicator);
 }
