@@ -63,11 +63,12 @@ std::string make_sound_checkpoint() {
 }
 
 // The changes of the input, made in turn.
-std::string damaged(std::string bytes, const std::uint8_t* data, std::size_t size) {
-  for (; size >= 5 && !bytes.empty(); data += 5, size -= 5) {
+std::string damaged(std::string bytes, std::string_view input) {
+  for (; input.size() >= 5 && !bytes.empty(); input.remove_prefix(5)) {
+    const auto* const data = reinterpret_cast<const unsigned char*>(input.data());
     const std::size_t place = (data[0] << 16 | data[1] << 8 | data[2]) % bytes.size();
     const std::size_t room = bytes.size() - place;
-    const std::uint8_t value = data[4];
+    const unsigned char value = data[4];
     switch (data[3] % 7) {
       case 0:  // a bit
         bytes[place] = static_cast<char>(bytes[place] ^ (1 << value % 8));
@@ -103,10 +104,10 @@ std::string damaged(std::string bytes, const std::uint8_t* data, std::size_t siz
 
 }  // namespace
 
-extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size) {
+void fuzz::take(std::string_view input) {
   static const std::string sound = make_sound_checkpoint();
   static const CheckpointMeta sound_meta = read_checkpoint_meta(kSound);
-  fuzz::write_file(kDamaged, damaged(sound, data, size));
+  fuzz::write_file(kDamaged, damaged(sound, input));
   CheckpointMeta meta;
   const bool taken =
       fuzz::accepts({ExitCode::kCheckpoint}, [&] { meta = read_checkpoint_meta(kDamaged); });
@@ -126,5 +127,4 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
     const bool equal = !diff_checkpoints(kSound, kDamaged);
     fuzz::require(equal || !faults.empty(), "what verify let pass differs");
   });
-  return 0;
 }

@@ -1,5 +1,6 @@
 // What the fuzz targets share. A target is one parser: it either takes its input or refuses it by
-// an Error of the right kind that a person can read; whatever else happens is a fault.
+// an Error of the right kind that a person can read, within two seconds; whatever else happens is a
+// fault.
 #pragma once
 
 #include <cstdint>
@@ -59,11 +60,7 @@ inline std::vector<std::string> split(std::string_view input, char separator) {
   }
 }
 
-inline std::string_view view_of(const std::uint8_t* data, std::size_t size) {
-  return {reinterpret_cast<const char*>(data), size};
-}
+// The target: what is done with one input.
+void take(std::string_view input);
 
 }  // namespace tessera::fuzz
-
-// libFuzzer calls it with every input; the return value says nothing.
-extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size);

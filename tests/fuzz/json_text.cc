@@ -9,8 +9,8 @@
 
 using namespace tessera;  // NOLINT(google-build-using-namespace)
 
-extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size) {
-  std::string_view line = fuzz::view_of(data, size);
+void fuzz::take(std::string_view input) {
+  std::string_view line = input;
   std::string field = "text";
   if (const std::size_t zero = line.find('\0'); zero != std::string_view::npos) {
     field = line.substr(0, zero);
@@ -23,8 +23,7 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
   const bool expected = tree.is_object() && tree.contains(field) && tree.at(field).is_string();
   fuzz::require(text.has_value() == expected, "a text is there that isn't, or the reverse");
   fuzz::require(text.has_value() == why.empty(), "it isn't said why there is no text");
-  if (!text) return 0;
+  if (!text) return;
   fuzz::require(*text == tree.at(field).get<std::string>(), "the text is another");
   fuzz::require(first_invalid_utf8(*text) == std::string_view::npos, "the text isn't UTF-8");
-  return 0;
 }

@@ -4,11 +4,11 @@
 
 using namespace tessera;  // NOLINT(google-build-using-namespace)
 
-extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size) {
-  fuzz::write_file(kManifestName, fuzz::view_of(data, size));
+void fuzz::take(std::string_view input) {
+  fuzz::write_file(kManifestName, input);
   Manifest manifest;
   const bool taken = fuzz::accepts({ExitCode::kData}, [&] { manifest = read_manifest("."); });
-  if (!taken) return 0;
+  if (!taken) return;
   std::int64_t tokens = 0;
   for (const ManifestShard& shard : manifest.shard()) {
     fuzz::require(shard.file().find('/') == std::string::npos, "a shard lies in another folder");
@@ -19,5 +19,4 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
   const auto shards = static_cast<std::size_t>(manifest.shard_size());
   fuzz::require(check_sizes(".", manifest).size() <= shards, "there are more faults than shards");
   fuzz::accepts({ExitCode::kData}, [&] { ShardedTokens(".", make_shard_files()); });
-  return 0;
 }

@@ -24,16 +24,14 @@ void use(const Recipe& recipe) {
 
 }  // namespace
 
-extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size) {
+void fuzz::take(std::string_view input) {
   Recipe recipe;
-  const bool taken = fuzz::accepts({ExitCode::kUsage}, [&] {
-    recipe = parse_recipe(std::string(fuzz::view_of(data, size)), "recipe.textproto");
-  });
-  if (!taken) return 0;
+  const bool taken = fuzz::accepts(
+      {ExitCode::kUsage}, [&] { recipe = parse_recipe(std::string(input), "recipe.textproto"); });
+  if (!taken) return;
   fuzz::require(recipe_digest(recipe).size() == 64, "there is no digest");
   for (const Component& component : recipe.components) {
     fuzz::require(build_digest(recipe, component).size() == 64, "there is no digest");
   }
   fuzz::accepts({ExitCode::kUsage}, [&] { use(recipe); });
-  return 0;
 }

@@ -23,8 +23,7 @@ void use(const Tokenizer& tokenizer) {
 
 }  // namespace
 
-extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size) {
-  const std::string_view input = fuzz::view_of(data, size);
+void fuzz::take(std::string_view input) {
   const std::size_t zero = input.find('\0');
   if (zero == std::string_view::npos) {
     ::unlink("tokenizer_config.json");
@@ -36,5 +35,4 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
   fuzz::accepts({ExitCode::kData}, [] { use(*open_tokenizer("tokenizer.json")); });
   fuzz::accepts({ExitCode::kData, ExitCode::kUsage},
                 [] { use(*open_tokenizer("tokenizer.json", {.vocabulary_limit = 257})); });
-  return 0;
 }

@@ -85,13 +85,13 @@ bool in_both_versions(std::string_view text) {
 
 }  // namespace
 
-extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size) {
+void fuzz::take(std::string_view input) {
   static const Both both;
-  const std::string_view text = fuzz::view_of(data, size);
+  const std::string_view text = input;
   std::vector<std::uint32_t> ids;
   const bool taken = fuzz::accepts({ExitCode::kData}, [&] { both.ours->encode(text, ids, false); });
   fuzz::require(taken == (first_fault(text) < 0), "valid UTF-8 is refused, or invalid taken");
-  if (!taken) return 0;
+  if (!taken) return;
   fuzz::require(both.ours->decode(ids.data(), ids.size()) == plain_nfc(text),
                 "a text doesn't come back in its normal form");
   if (in_both_versions(text)) {
@@ -101,5 +101,4 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
   std::vector<std::uint32_t> again;
   both.ours->encode(text, again, true);
   fuzz::require(again == ids, "the second time gives other ids");
-  return 0;
 }
