@@ -7,6 +7,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cerrno>
 #include <filesystem>
 #include <fstream>
 #include <iterator>
@@ -55,7 +56,11 @@ std::string make_sound_checkpoint() {
     ::_exit(0);
   }
   int status = 0;
-  fuzz::require(::waitpid(child, &status, 0) == child && status == 0, "there is no checkpoint");
+  pid_t ended = -1;
+  do {
+    ended = ::waitpid(child, &status, 0);
+  } while (ended < 0 && errno == EINTR);  // libFuzzer's alarm
+  fuzz::require(ended == child && status == 0, "there is no checkpoint");
   fuzz::require(verify_checkpoint(kSound).empty(), "the sound checkpoint isn't");
   std::filesystem::create_directories("damaged");
   std::ifstream file(kSound, std::ios::binary);
