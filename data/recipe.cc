@@ -288,7 +288,7 @@ Recipe parse_recipe(const std::string& text, const std::string& path) {
   recipe.parse_control_strings = config.parse_control_strings();
 
   if (config.component().empty()) root.fail("component", "expected at least one");
-  constexpr int kMostComponents = 10000;  // streams in streams are followed by recursion
+  constexpr int kMostComponents = 10000;
   if (config.component_size() > kMostComponents) {
     root.fail("component", "expected at most " + std::to_string(kMostComponents) + ", found " +
                                std::to_string(config.component_size()));

@@ -60,9 +60,6 @@ void run_profile(ProfileArguments arguments) {
   options.lengths.erase(std::unique(options.lengths.begin(), options.lengths.end()),
                         options.lengths.end());
   const DType compute = compute_type(config);
-  if (!has_products(compute)) {
-    throw Error(ExitCode::kUsage, "train.precision: BF16 needs a CPU with AVX-512; use F32");
-  }
   if (arguments.out.empty()) {
     arguments.out = "runs/" + std::filesystem::path(arguments.config).stem().string() + "/profile";
   }

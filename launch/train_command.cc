@@ -213,11 +213,6 @@ void train(const TrainArguments& arguments, Communicator& communicator, Activity
     if (config.model().length() == 0) {
       config.mutable_model()->set_length(recipe.sequence_length);
     }
-    if (!has_products(compute_type(config))) {
-      throw Error(ExitCode::kUsage,
-                  "train.precision: BF16 needs a CPU with AVX-512, this one has " +
-                      instruction_set() + "; use F32");
-    }
     stack = std::make_unique<Stack>(config.model(), compute_type(config));
     Corpus corpus = open_corpus(recipe, config.data().directory());
     try {

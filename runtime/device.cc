@@ -50,7 +50,6 @@ Worker::~Worker() = default;
 Queue::Queue(int threads) {
   TESSERA_CHECK(threads >= 1);
   for (int i = 0; i < threads; ++i) workers_.push_back(std::make_unique<Worker>(i));
-  omp_set_num_threads(1);  // of this thread: a library call stays on the thread that makes it
   for (int i = 1; i < threads; ++i) threads_.emplace_back([this, i] { work(i); });
 }
 
@@ -120,6 +119,7 @@ void Queue::work(int index) {
 
 void Queue::run(std::int64_t pieces, Piece call, const void* context) {
   ++sequence_;
+  omp_set_num_threads(1);  // of this thread: a library call stays on the thread that makes it
   const DenormalsAreZero mode;
   if (threads_.empty() || pieces <= 1) {
     for (std::int64_t piece = 0; piece < pieces; ++piece) {

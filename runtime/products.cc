@@ -172,16 +172,24 @@ void ProductCache::grow() {
   }
 }
 
-bool has_products(DType dtype) {
-  if (dtype == DType::kF32) return true;
-  return dtype == DType::kBF16 && __builtin_cpu_supports("avx512bw") &&
-         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+namespace {
+
+// Whether the library has products of bf16; without them operands are widened, which is exact.
+bool library_has_bf16() {
+  static const bool has = __builtin_cpu_supports("avx512bw") &&
+                          __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+  return has;
 }
+
+}  // namespace
 
 std::string products_library() {
   const dnnl_version_t* version = dnnl_version();
   return "oneDNN " + std::to_string(version->major) + "." + std::to_string(version->minor) + "." +
-         std::to_string(version->patch) + (amx_granted() ? ", bf16 on AMX tiles" : "");
+         std::to_string(version->patch) +
+         (amx_granted()        ? ", bf16 on AMX tiles"
+          : library_has_bf16() ? ""
+                               : ", bf16 widened to f32");
 }
 
 Matrix matrix(const View& view) {
@@ -218,6 +226,35 @@ AmxOperand tile_operand(const Matrix& of, bool transpose) {
 }
 AmxResult tile_result(const Matrix& c) { return {c.data, c.stride, c.dtype}; }
 
+// In the worker's own scratch.
+Matrix widened(Worker& worker, std::size_t which, const Matrix& from) {
+  std::byte* const room = worker.products().scratch(which, from.rows * from.columns * 4);
+  const Matrix to(DType::kF32, room, from.rows, from.columns, from.columns);
+  for (std::int64_t row = 0; row < from.rows; ++row) {
+    const auto* source = reinterpret_cast<const BFloat16*>(from.at(row, 0));
+    std::transform(source, source + from.columns, reinterpret_cast<float*>(to.at(row, 0)),
+                   &to_float);
+  }
+  return to;
+}
+
+void product_widened(Worker& worker, const Matrix& a, Transpose transpose_a, const Matrix& b,
+                     Transpose transpose_b, const Matrix& c, bool accumulate) {
+  const Matrix wide_a = widened(worker, 3, a), wide_b = widened(worker, 4, b);
+  if (c.dtype == DType::kF32) {
+    product(worker, wide_a, transpose_a, wide_b, transpose_b, c, accumulate);
+    return;
+  }
+  std::byte* const room = worker.products().scratch(5, c.rows * c.columns * 4);
+  const Matrix sums(DType::kF32, room, c.rows, c.columns, c.columns);
+  product(worker, wide_a, transpose_a, wide_b, transpose_b, sums, false);
+  for (std::int64_t row = 0; row < c.rows; ++row) {
+    const auto* source = reinterpret_cast<const float*>(sums.at(row, 0));
+    std::transform(source, source + c.columns, reinterpret_cast<BFloat16*>(c.at(row, 0)),
+                   &to_bfloat16);
+  }
+}
+
 }  // namespace
 
 void product(Worker& worker, Matrix a, Transpose transpose_a, Matrix b, Transpose transpose_b,
@@ -240,6 +277,10 @@ void product(Worker& worker, Matrix a, Transpose transpose_a, Matrix b, Transpos
     std::byte* const room = worker.products().scratch(0, a_bytes + factor_bytes(n, k));
     product(worker, Factor::left(a, transpose_a, room),
             Factor::right(b, transpose_b, room + a_bytes), c, accumulate);
+    return;
+  }
+  if (a.dtype == DType::kBF16 && !library_has_bf16()) {
+    product_widened(worker, a, transpose_a, b, transpose_b, c, accumulate);
     return;
   }
   worker.products()

@@ -107,9 +107,6 @@ void product(Worker& worker, const Factor& a, const Factor& b, Matrix c, bool ac
 void product_of_rows(Worker& worker, std::int64_t tile_rows, Matrix a, Matrix b,
                      Transpose transpose_b, Matrix c, bool accumulate);
 
-// Whether this CPU has products of this type of operand (bf16 needs AVX-512).
-bool has_products(DType dtype);
-
 // The library, its version and what bf16 goes over, as the log states it: bits depend on it.
 std::string products_library();
 

@@ -92,7 +92,6 @@ int main(int argc, char** argv) {
   bench::print_machine(threads);
   Device device(threads);
   for (const DType dtype : {DType::kF32, DType::kBF16}) {
-    if (!has_products(dtype)) continue;
     bench::table_of(device, dtype, "full, causal", {512, 2048, 8192}, Visibility::kNoWindow);
     bench::table_of(device, dtype, "sliding, window " + std::to_string(window),
                     {2048, 4096, 8192, 16384, 32768}, window);

@@ -69,6 +69,6 @@ int main(int argc, char** argv) {
       {"", 1024, 768, 768},        {"", 2048, 2048, 2048},
   };
   bench::measure(device, DType::kF32, sizes);
-  if (has_products(DType::kBF16)) bench::measure(device, DType::kBF16, sizes);
+  bench::measure(device, DType::kBF16, sizes);
   return 0;
 }

@@ -31,7 +31,6 @@ std::int64_t bytes_of(const std::vector<BufferSpec>& buffers) { return Layout(bu
 TEST(Profile, BooksWhatTheLayerDeclares) {
   Device device(1);
   for (const DType compute : {DType::kF32, DType::kBF16}) {
-    if (!has_products(compute)) continue;
     ProfileOptions options;
     options.mixers = {"full", "sliding"};
     options.lengths = {40, 80};

@@ -284,7 +284,6 @@ TEST(Experts, OwnLossesAgreeWithFloat64) {
 }
 
 TEST(Experts, Bf16AgreesWithFloat64) {
-  if (!has_products(DType::kBF16)) GTEST_SKIP() << "no bf16 products on this CPU";
   for (const Case& c : cases()) {
     SCOPED_TRACE(::testing::Message() << c.shape.experts << " experts");
     const MixtureOfExperts layer(c.shape, 0.02, 0.01, DType::kBF16);
@@ -296,7 +295,6 @@ TEST(Experts, Bf16AgreesWithFloat64) {
 // Runs of more rows than are packed at a time, and more experts than are packed together.
 TEST(Experts, LongRunsAndManyExpertsAgreeWithFloat64) {
   for (const DType type : {DType::kF32, DType::kBF16}) {
-    if (!has_products(type)) continue;
     for (const auto& [shape, length] : std::vector<std::pair<ExpertsShape, std::int64_t>>{
              {shape_of(6, 2, 1, 5, 0, 4), 4500}, {shape_of(8, 150, 9, 5, 0, 4), 60}}) {
       SCOPED_TRACE(::testing::Message() << name_of(type) << ", " << shape.experts << " experts");
@@ -431,9 +429,7 @@ TEST(Experts, B29_OneTokenAmongManyExperts) {
 }
 
 TEST(Experts, B21_TiesGoToTheLowerIndex) {
-  const std::vector<DType> types = has_products(DType::kBF16)
-                                       ? std::vector{DType::kF32, DType::kBF16}
-                                       : std::vector{DType::kF32};
+  const std::vector<DType> types = std::vector{DType::kF32, DType::kBF16};
   for (const DType type : types) {
     const ExpertsShape shape = shape_of(64, 64, 4, 8);
     const MixtureOfExperts layer(shape, 0.02, 0.01, type);
@@ -601,9 +597,7 @@ TEST(Experts, CapacityIsExact) {
 // ---- Bits
 
 TEST(Experts, SameBitsForEveryNumberOfThreadsAndTokens) {
-  const std::vector<DType> types = has_products(DType::kBF16)
-                                       ? std::vector{DType::kF32, DType::kBF16}
-                                       : std::vector{DType::kF32};
+  const std::vector<DType> types = std::vector{DType::kF32, DType::kBF16};
   for (const DType type : types) {
     for (const ExpertsShape& shape : {shape_of(40, 7, 3, 56, 24), shape_of(67, 25, 7, 33, 0),
                                       shape_of(48, 25, 7, 40, 24, 16, true)}) {
@@ -818,9 +812,7 @@ TEST(Experts, SameBitsForEveryNumberOfRanks) {
   ExpertsShape balanced = shape_of(24, 25, 7, 20, 16);
   balanced.auxiliary_coefficient = 0.3;
   balanced.z_coefficient = 0.2;
-  const std::vector<DType> types = has_products(DType::kBF16)
-                                       ? std::vector{DType::kF32, DType::kBF16}
-                                       : std::vector{DType::kF32};
+  const std::vector<DType> types = std::vector{DType::kF32, DType::kBF16};
   for (const ExpertsShape& shape :
        {balanced, shape_of(24, 25, 7, 20), shape_of(32, 25, 7, 20, 12, 10, true, false),
         with_capacity, shape_of(8, 3, 1, 5)}) {

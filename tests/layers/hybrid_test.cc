@@ -125,7 +125,6 @@ TEST(Hybrid, AgreesWithFloat64) {
 }
 
 TEST(Hybrid, InBFloat16AgreesWithFloat64) {
-  ASSERT_TRUE(has_products(DType::kBF16));
   // nsa's 18 (nsa_test), the gate and the mixed rows, both ways.
   const TestBatch batch(1, 43, 2, {0, 17});
   expect_reference({2, 1, 8, true}, batch, DType::kBF16, 21, kHalfEpsilon);

@@ -153,7 +153,6 @@ TEST(Nsa, ManyPositionsAgreeWithFloat64) {
 }
 
 TEST(Nsa, InBFloat16AgreesWithFloat64) {
-  ASSERT_TRUE(has_products(DType::kBF16));
   // Projection, phi's three, norm, rotation, probabilities, branch, output; the same backward.
   expect_reference({2, 67, {16, 4, 2, 8, 8, 4, 12, 16, 3, 11, true}, {0, 33}}, DType::kBF16, 18,
                    kHalfEpsilon);
