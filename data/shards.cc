@@ -168,6 +168,9 @@ Manifest read_manifest(const std::string& folder) {
   check(manifest.has_component() && manifest.has_tokens() && manifest.has_end_of_sequence() &&
             manifest.has_vocabulary() && manifest.has_tokenizer_digest(),
         "expected component, tokens, end_of_sequence, vocabulary and tokenizer_digest");
+  const std::string name = std::filesystem::path(folder).filename().string();
+  check(manifest.component() == name,
+        "expected component \"" + name + "\", found \"" + printable(manifest.component()) + "\"");
   check(manifest.vocabulary() > 0 && manifest.vocabulary() <= (std::int64_t{1} << 32) &&
             manifest.end_of_sequence() >= 0 && manifest.end_of_sequence() < manifest.vocabulary(),
         "expected 0 <= end_of_sequence < vocabulary <= 2^32");
@@ -319,10 +322,6 @@ Corpus open_corpus(const Recipe& recipe, const std::string& root) {
     }
     auto opened = std::make_unique<ShardedTokens>(folder, files);
     const Manifest& manifest = opened->manifest();
-    if (manifest.component() != component.name) {
-      fail(path + ": expected component \"" + component.name + "\", found \"" +
-           manifest.component() + "\"");
-    }
     check_origin(recipe, component, manifest, path);
     if (first_path.empty()) {
       first_path = path;

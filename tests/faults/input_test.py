@@ -4,7 +4,9 @@ that names the file, the place in it and what was expected. (B04, B05, B06, B35,
 
 What the parsers alone refuse is in tests/launch/config_test.cc and tests/data.
 """
+import array
 import gzip
+import hashlib
 import json
 import os
 import resource
@@ -15,17 +17,27 @@ import time
 
 import harness as h
 
+# The byte tokenizer's digest (docs/data.md, section 6).
+BYTES = "3419a08ee0bb5efa86a02f946636d84bdead6cfb471b60460c137638fd7a7ca6"
 MOST_MEMORY = 600 << 20  # of any process here: none may read what has no end
 LONG_LINE = "x" * 65000
 
 
 def one_line(command, code, words, ranks=0, seconds=2.0, **options):
     """Runs what must be refused; returns its line."""
-    if ranks:
-        command = h.MPIRUN + ["-n", str(ranks)] + command
-    start = time.time()
-    done = h.run(command, expect=code, **options)
-    took = time.time() - start
+    launcher = h.MPIRUN + ["-n", str(ranks)] if ranks else []
+    command = launcher + command
+    limit = seconds + ranks / 2
+    for _ in range(3):
+        start = time.time()
+        done = h.run(command, expect=code, **options)
+        took = time.time() - start
+        if took < limit:
+            break
+        # Where others use the cores, a start that does nothing takes long too.
+        start = time.time()
+        h.run(launcher + [h.TESSERA, "--version"])
+        limit = max(limit, seconds + ranks / 2 + 3 * (time.time() - start))
     lines = done.stderr.splitlines()
     if ranks:  # mpirun says on its own that a rank ended with an error
         lines = [line for line in lines if line.startswith("tessera:")]
@@ -33,9 +45,7 @@ def one_line(command, code, words, ranks=0, seconds=2.0, **options):
     for word in [words] if isinstance(words, str) else words:
         assert word in lines[0], f"'{word}' isn't in: {lines[0][:1000]}"
     assert len(lines[0]) < 4200, f"{len(lines[0])} characters: {lines[0][:300]}"
-    # A start under mpirun takes its time too, and all of it where others use the cores.
-    busy = max(1.0, os.getloadavg()[0] / os.cpu_count())
-    assert took < (seconds + ranks / 2) * busy, f"{command}: {took:.1f} s"
+    assert took < limit, f"{command}: {took:.1f} s"
     return lines[0]
 
 
@@ -308,8 +318,8 @@ RECIPES = [
 UNSATISFIABLE = [
     ('held_out_windows: 5', 'held_out_windows: 500000', 2, ["component prose", "held_out_windows"]),
     ('sequence_length: 48', 'sequence_length: 900000', 2, ["component prose", "make only 0 windows"]),
-    ('sequence_length: 32 total_tokens: 20000', 'sequence_length: 19000 total_tokens: 20000', 2,
-     ["component blend", "no window"]),
+    ('sequence_length: 32 total_tokens: 20000', 'sequence_length: 190000 total_tokens: 200000', 2,
+     ["component blend/prose", "no window"]),
 ]
 
 
@@ -351,17 +361,34 @@ def test_B04_recipes_that_people_get_wrong():
 
 def test_B04_three_hundred_components_and_streams_of_streams():
     folder = h.new_folder("many")
-    os.makedirs(folder + "/sources")
+    os.makedirs(folder)
     head = 'tokenizer: "byte" sequence_length: 4 total_tokens: 4000 seed: 1\n'
     text = head
     for i in range(300):
-        h.write(f"{folder}/sources/{i}.txt", f"document {i} of three hundred")
-        text += f'component {{ name: "c{i}" weight: "{1 + i % 7}" source {{ glob: "{i}.txt" }} }}\n'
+        os.makedirs(f"{folder}/c{i}")
+        text += f'component {{ name: "c{i}" weight: "{1 + i % 7}" }}\n'
+        tokens = array.array("I", [i % 256] * 30)
+        with open(f"{folder}/c{i}/tokens", "wb") as file:
+            file.write(tokens.tobytes())
+        h.write(f"{folder}/c{i}/manifest.textproto",
+                f'component: "c{i}" tokens: 30 vocabulary: 257 end_of_sequence: 256\n'
+                f'tokenizer_digest: "{BYTES}"\n shard {{ file: "tokens" tokens: 30 bytes: 120 '
+                f'sha256: "{hashlib.sha256(tokens.tobytes()).hexdigest()}" }}\n')
     h.write(folder + "/recipe.textproto", text)
-    h.run([h.TESSERA, "data", "build", "--recipe", folder + "/recipe.textproto", "--sources",
-           folder + "/sources", "--out", folder + "/shards"])
-    found = json.loads(h.run([h.TESSERA, "data", "inspect", folder + "/shards", "--json"]).stdout)
+    found = json.loads(h.run([h.TESSERA, "data", "inspect", folder, "--json"]).stdout)
     assert len(found["components"]) == 300
+    # A block of 2,400 samples holds each component as often as its share says, within one.
+    done = subprocess.run([h.TESSERA, "data", "stream", "--recipe", folder + "/recipe.textproto",
+                           "--data", folder, "--from", "0", "--to", "2400"], capture_output=True,
+                          check=True, timeout=60)
+    ids = array.array("I", done.stdout)
+    assert len(ids) == 2400 * 5
+    drawn = [0] * 256
+    for first in ids[::5]:
+        drawn[first] += 1
+    weight = sum(1 + i % 7 for i in range(300))
+    for i in range(44, 256):  # of these numbers there is one component each
+        assert abs(drawn[i] - 2400 * (1 + i % 7) / weight) <= 1, (i, drawn[i])
     # A chain of 8,000 streams, each over the next: refused, and not by the stack's end.
     text = head
     for i in range(8000):
