@@ -242,7 +242,7 @@ def test_hosts_that_cannot_be_reached():
         done = h.run(on_hosts(where, command or training(config, folder), agent), expect=5)
         assert time.time() - start < 30
         lines = done.stderr.splitlines()
-        assert words in lines[0], done.stderr
+        assert any(words in line for line in lines), done.stderr
         assert lines[-1].startswith("run: ") and "ssh HOST mpirun --version" in lines[-1], lines
         assert not os.path.exists(folder)
         assert_empty(range(HOSTS))
