@@ -133,7 +133,7 @@ class Override {
  private:
   const FieldDescriptor& find(const Message& message, const Segment& segment,
                               std::string& so_far) const {
-    so_far += (so_far.empty() ? "" : ".") + segment.name;
+    so_far += (so_far.empty() ? "" : ".") + printable(segment.name);
     const FieldDescriptor* const field = message.GetDescriptor()->FindFieldByName(segment.name);
     if (field == nullptr) {
       fail(so_far + ": " +
