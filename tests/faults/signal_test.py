@@ -88,7 +88,8 @@ class Run:
         self.process = None
 
     def seen(self):
-        return os.path.exists(self.acknowledged) or glob.glob(self.temporary + "/tessera-signal.*")
+        return os.path.exists(self.acknowledged) or glob.glob(
+            self.temporary + "/tessera-run.*/signal")
 
     def over(self):
         return self.process.poll() is not None
