@@ -120,19 +120,19 @@ Verdict judge(const char* call, const char* path, std::string_view bytes = {}) {
   return verdict;
 }
 
-std::string path_of(int file) {
-  std::array<char, 4096> path{};
-  const std::string link = "/proc/self/fd/" + std::to_string(file);
-  const ssize_t length = readlink(link.c_str(), path.data(), path.size() - 1);
-  return length > 0 ? std::string(path.data(), static_cast<std::size_t>(length)) : "";
-}
-
+// Of a file that a call of this name is about; allocates nothing, since a signal's handler may call
+// it.
 Verdict judge(const char* call, int file, std::string_view bytes = {}) {
-  if (rules().empty()) return {};
+  bool any = false;
+  for (const Rule& rule : rules()) any = any || rule.call == call;
+  if (!any) return {};
   const int kept = errno;
-  const std::string path = path_of(file);
+  std::array<char, 4096> path{};
+  std::array<char, 32> link{};
+  std::snprintf(link.data(), link.size(), "/proc/self/fd/%d", file);
+  if (readlink(link.data(), path.data(), path.size() - 1) < 0) path[0] = '\0';
   errno = kept;
-  return judge(call, path.c_str(), bytes);
+  return judge(call, path.data(), bytes);
 }
 
 template <class Function>

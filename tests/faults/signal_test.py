@@ -181,10 +181,6 @@ def test_second_signal_ends_at_once():
 
 
 def test_usr1_again_and_hup_after_term_change_nothing():
-    if not h.LONG:
-        print("  NOT RUN without TESSERA_LONG=1: 2 runs in 10 ended with another exit code than 0, which isn't "
-              "explained yet")
-        return
     for launcher, signals in [("mpirun", [("mpirun", "USR1")] * 3),
                               ("run", [("run", "TERM"), ("run", "HUP"), ("run", "HUP")])]:
         with Run("again", "inside a save", launcher).started() as run:
