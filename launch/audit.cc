@@ -20,18 +20,6 @@ namespace {
 
 constexpr std::int64_t kSequencesAtOnce = 4;
 
-std::vector<BufferSpec> buffers_of(const std::vector<ParameterSpec>& parameters) {
-  std::vector<BufferSpec> buffers;
-  buffers.reserve(parameters.size());
-  for (const ParameterSpec& p : parameters) buffers.push_back({p.name, DType::kF32, p.shape});
-  return buffers;
-}
-
-std::vector<ParameterSpec> with_prefix(const std::string& prefix, std::vector<ParameterSpec> list) {
-  for (ParameterSpec& parameter : list) parameter.name = prefix + parameter.name;
-  return list;
-}
-
 std::vector<ParameterSpec> all_parameters(const Block& block) {
   std::vector<ParameterSpec> all = block.parameters();
   for (ParameterSpec& parameter : block.expert_parameters()) all.push_back(std::move(parameter));
@@ -255,10 +243,10 @@ Family Walk::family(bool documents) const {
 void Walk::grant() {
   const std::int64_t length = plan_.length, width = model_.width();
   const BatchShape shape = {kSequencesAtOnce, length, device_.queue().threads()};
-  std::int64_t parameters = Layout(buffers_of(embedding_->parameters())).bytes();
+  std::int64_t parameters = Layout(f32_buffers(embedding_->parameters())).bytes();
   std::int64_t saved = 0, scratch = 0;
   for (const Block& block : blocks_) {
-    parameters = std::max(parameters, Layout(buffers_of(all_parameters(block))).bytes());
+    parameters = std::max(parameters, Layout(f32_buffers(all_parameters(block))).bytes());
     saved = std::max(saved, Layout(block.saved(shape)).bytes());
     scratch = std::max(scratch, Layout(block.scratch(shape)).bytes());
   }
@@ -318,7 +306,7 @@ Batch Walk::batch(const Family& family, std::int64_t sequences) {
 }
 
 void Walk::load(const std::vector<ParameterSpec>& parameters) {
-  parameters_ = Layout(buffers_of(parameters)).views(parameter_room_);
+  parameters_ = Layout(f32_buffers(parameters)).views(parameter_room_);
   subject_.parameters(parameters, parameters_);
 }
 

@@ -78,6 +78,11 @@ void build_command(const DataOptions& options) {
               << error.what() << std::endl;
     MpiSession::abort(error.code());
   }
+  // Who hasn't said this is the one that the others wait for.
+  if (communicator.size() > 1) {
+    std::cout << "rank " << communicator.rank() << " on " << communicator.host()
+              << ": its components are done" << std::endl;
+  }
   communicator.barrier("data build");
 }
 

@@ -37,18 +37,6 @@ std::vector<std::int64_t> draw(std::int64_t count, std::int64_t take, const Rand
   return drawn;
 }
 
-std::vector<BufferSpec> buffers_of(const std::vector<ParameterSpec>& parameters) {
-  std::vector<BufferSpec> buffers;
-  buffers.reserve(parameters.size());
-  for (const ParameterSpec& p : parameters) buffers.push_back({p.name, DType::kF32, p.shape});
-  return buffers;
-}
-
-std::vector<ParameterSpec> with_prefix(const std::string& prefix, std::vector<ParameterSpec> list) {
-  for (ParameterSpec& parameter : list) parameter.name = prefix + parameter.name;
-  return list;
-}
-
 // The parameters of a block, then those of its experts.
 std::vector<ParameterSpec> all_parameters(const Block& block, std::int64_t layer) {
   std::vector<ParameterSpec> list = block.parameters();
@@ -127,11 +115,11 @@ Walk::Walk(const ProbeSubject& subject, const ProbeText& text, Device& device)
 
 void Walk::grant() {
   const BatchShape shape = {kWindowsAtOnce, length_, device_.queue().threads()};
-  std::int64_t parameters = Layout(buffers_of(embedding_.parameters())).bytes();
+  std::int64_t parameters = Layout(f32_buffers(embedding_.parameters())).bytes();
   std::int64_t saved = 0, scratch = 0, active = 0;
   for (const Block& block : blocks_) {
     if (block.experts() != nullptr) active = std::max(active, block.experts()->shape().active);
-    parameters = std::max(parameters, Layout(buffers_of(all_parameters(block, 0))).bytes());
+    parameters = std::max(parameters, Layout(f32_buffers(all_parameters(block, 0))).bytes());
     saved = std::max(saved, Layout(block.saved(shape)).bytes());
     scratch = std::max(scratch, Layout(block.scratch(shape)).bytes());
   }
@@ -182,7 +170,7 @@ Batch Walk::batch(std::int64_t begin, std::int64_t end) {
 }
 
 void Walk::load(const std::vector<ParameterSpec>& parameters) {
-  parameters_ = Layout(buffers_of(parameters)).views(parameter_room_);
+  parameters_ = Layout(f32_buffers(parameters)).views(parameter_room_);
   subject_.parameters(parameters, parameters_);
 }
 

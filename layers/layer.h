@@ -69,6 +69,21 @@ struct ParameterSpec {
   bool full_precision = false;
 };
 
+// The same parameters, their names behind a prefix.
+inline std::vector<ParameterSpec> with_prefix(const std::string& prefix,
+                                              std::vector<ParameterSpec> list) {
+  for (ParameterSpec& parameter : list) parameter.name = prefix + parameter.name;
+  return list;
+}
+
+// Room for these parameters in f32.
+inline std::vector<BufferSpec> f32_buffers(const std::vector<ParameterSpec>& parameters) {
+  std::vector<BufferSpec> buffers;
+  buffers.reserve(parameters.size());
+  for (const ParameterSpec& p : parameters) buffers.push_back({p.name, DType::kF32, p.shape});
+  return buffers;
+}
+
 // A number of positions at which a layer's work is cut or ends: what an audit has to look across.
 struct LayerSize {
   std::string name;  // "window", "chunk", "block", "stride", "selection"

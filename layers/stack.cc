@@ -17,11 +17,6 @@ std::vector<Block> make_blocks(const ModelConfig& config, DType compute) {
   return blocks;
 }
 
-std::vector<ParameterSpec> prefixed(const std::string& prefix, std::vector<ParameterSpec> list) {
-  for (ParameterSpec& parameter : list) parameter.name = prefix + parameter.name;
-  return list;
-}
-
 }  // namespace
 
 Stack::Stack(const ModelConfig& config, DType compute)
@@ -35,13 +30,13 @@ std::vector<UnitSpec> Stack::units() const {
   units.push_back({UnitSpec::Kind::kEmbedding,
                    0,
                    "embedding",
-                   prefixed("model.embed_tokens.", embedding_.parameters()),
+                   with_prefix("model.embed_tokens.", embedding_.parameters()),
                    {}});
   for (std::size_t l = 0; l < blocks_.size(); ++l) {
     const std::string name = "layers." + std::to_string(l);
     units.push_back({UnitSpec::Kind::kBlock, static_cast<std::int64_t>(l), name,
-                     prefixed("model." + name + ".", blocks_[l].parameters()),
-                     prefixed("model." + name + ".", blocks_[l].expert_parameters())});
+                     with_prefix("model." + name + ".", blocks_[l].parameters()),
+                     with_prefix("model." + name + ".", blocks_[l].expert_parameters())});
   }
   std::vector<ParameterSpec> head = head_.parameters();
   head[0].name = "model." + head[0].name;

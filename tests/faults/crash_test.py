@@ -34,21 +34,9 @@ def config():
     return path
 
 
-def reference():
-    folder = h.FOLDER + "/reference"
-    if not os.path.isdir(folder):
-        h.train(config(), folder, 0, timeout=600)
-    return folder
-
-
 def go_on(folder, ranks=2):
     """Nothing half has a final name; the next start's files are the unbroken run's."""
-    for name in h.checkpoints(folder):
-        if name.endswith(".h5"):
-            h.run([h.TESSERA, "ckpt", "verify", f"{folder}/checkpoints/{name}"])
-    h.train(config(), folder, ranks, timeout=600)
-    h.assert_same_file(h.last_checkpoint(folder), h.last_checkpoint(reference()))
-    assert h.numbers(folder) == h.numbers(reference())
+    h.resume_as_unbroken(folder, config(), ranks, timeout=600)
 
 
 def of_folder(folder):
@@ -283,7 +271,7 @@ def test_ranks_in_different_folders():
             for path, n in ((home, 1), (away, 2))]
     h.run([*h.MPIRUN, *each[0], ":", *each[1]])
     assert not os.listdir(away), os.listdir(away)
-    h.assert_same_run(home + "/run", reference())
+    h.assert_same_run(home + "/run", h.unbroken_run(config()))
     # A build's too.
     options = ["--recipe", f"../{os.path.basename(data)}/recipe.textproto", "--sources",
                f"../{os.path.basename(data)}/sources", "--out", "shards"]
@@ -308,7 +296,7 @@ def test_two_runs_of_one_folder_started_at_once():
         if sorted(codes) == [0, 4]:
             loser = texts[codes.index(4)]
             assert "another run is at work here" in loser, loser
-        h.assert_same_run(folder, reference())
+        h.assert_same_run(folder, h.unbroken_run(config()))
     row("two runs started at once in one folder", "one trains, the other: another run is at work "
         "here", seconds, codes)
 

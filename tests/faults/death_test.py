@@ -22,13 +22,6 @@ def injected(folder, kind, rank, call, expect=None, sets=(), in_flight=False):
     return done.returncode, text, time.time() - start
 
 
-def reference():
-    folder = h.FOLDER + "/reference"
-    if not os.path.isdir(folder):
-        h.train(h.make_config(STEPS), folder, 2)
-    return folder
-
-
 def end_and_resume(kind, words, rank, call, in_flight=False):
     folder = h.new_folder(f"{kind}-{rank}")
     code, text, seconds = injected(folder, kind, rank, call, in_flight=in_flight)
@@ -39,11 +32,7 @@ def end_and_resume(kind, words, rank, call, in_flight=False):
              or ("[" in line and f",{rank}]" in line)]
     assert named, f"{kind}: no line names rank {rank}\n{text}"
     assert words in text, f"{kind}: '{words}' isn't in\n{text}"
-    for name in h.checkpoints(folder):
-        h.run([h.TESSERA, "ckpt", "verify", f"{folder}/checkpoints/{name}"])
-    h.train(h.make_config(STEPS), folder, 3)
-    h.assert_same_file(h.last_checkpoint(folder), h.last_checkpoint(reference()))
-    assert h.numbers(folder) == h.numbers(reference())
+    h.resume_as_unbroken(folder, h.make_config(STEPS), 3)
 
 
 # The call numbers lie in the start of the run (12), in its first steps (60) and further on (150).

@@ -28,23 +28,8 @@ def injected(rules):
     return ["-x", f"LD_PRELOAD={FAULTS}"], {"TESSERA_DISK_FAULTS": ";".join(rules)}
 
 
-def reference():
-    folder = h.FOLDER + "/reference"
-    if not os.path.isdir(folder):
-        h.train(h.make_config(STEPS), folder, 1)
-    return folder
-
-
-def is_whole(folder):
-    """What has a final name is complete."""
-    for name in h.checkpoints(folder):
-        if name.endswith(".h5"):
-            h.run([h.TESSERA, "ckpt", "verify", f"{folder}/checkpoints/{name}"])
-
-
 def equals_reference(folder):
-    h.assert_same_file(h.last_checkpoint(folder), h.last_checkpoint(reference()))
-    assert h.numbers(folder) == h.numbers(reference()), folder
+    h.assert_ends_as_unbroken(folder, h.make_config(STEPS))
     assert not leftovers(folder), leftovers(folder)
 
 
@@ -53,7 +38,7 @@ def leftovers(folder):
 
 
 def resumes(folder, ranks=1):
-    is_whole(folder)
+    h.verify_checkpoints(folder)
     h.train(h.make_config(STEPS), folder, ranks)
     equals_reference(folder)
 
@@ -82,7 +67,7 @@ def broken(name, rules, words, code=4, sets=(), ranks=RANKS, seconds=30):
     assert spent < seconds, f"{name}: {spent:.1f} s"
     if code == 0:
         assert all(word in text for word in words), (words, text)
-        is_whole(folder)
+        h.verify_checkpoints(folder)
         equals_reference(folder)
     else:
         one_line(text, words)
@@ -353,7 +338,7 @@ def test_data_build():
 def test_results_on_standard_output():
     data = h.make_data()
     recipe = data + "/recipe.textproto"
-    run = reference()
+    run = h.unbroken_run(h.make_config(STEPS))
     for arguments in (["plan", "--config", h.make_config(STEPS), "--json"],
                       ["ckpt", "ls", run], ["ckpt", "verify", run],
                       ["ckpt", "diff", h.last_checkpoint(run), h.last_checkpoint(run)],

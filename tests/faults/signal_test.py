@@ -36,13 +36,6 @@ PHASES = {
 }
 
 
-def reference():
-    folder = h.FOLDER + "/reference"
-    if not os.path.isdir(folder):
-        h.train(h.make_config(STEPS), folder, 1)
-    return folder
-
-
 def children(pid):
     text = ""
     with contextlib.suppress(OSError):
@@ -116,12 +109,7 @@ class Run:
         h.write(self.gate, "")
 
     def resumes(self):
-        for name in h.checkpoints(self.folder):
-            if name.endswith(".h5"):
-                h.run([h.TESSERA, "ckpt", "verify", f"{self.folder}/checkpoints/{name}"])
-        h.train(h.make_config(STEPS), self.folder, 3)
-        h.assert_same_file(h.last_checkpoint(self.folder), h.last_checkpoint(reference()))
-        assert h.numbers(self.folder) == h.numbers(reference()), self.folder
+        h.resume_as_unbroken(self.folder, h.make_config(STEPS), 3)
 
 
 def say(name, code, start):
@@ -233,7 +221,7 @@ def test_what_has_nothing_to_save_just_ends():
     out = h.FOLDER + "/out"
     build = [h.TESSERA, "data", "build", "--recipe", data + "/recipe.textproto", "--sources",
              data + "/sources", "--out", out]
-    checkpoint = h.last_checkpoint(reference())
+    checkpoint = h.last_checkpoint(h.unbroken_run(h.make_config(STEPS)))
     table = [
         (build, "write shard-000001 * 1 1"),
         ([h.TESSERA, "train", "--config", config, "--dump-batches"], "read shard- * 2 2"),

@@ -137,6 +137,33 @@ def checkpoints(folder):
     return sorted(os.path.basename(path) for path in glob.glob(folder + "/checkpoints/*"))
 
 
+def unbroken_run(config):
+    """The folder of the config's run on one process that nothing interrupts, made once."""
+    folder = f"{FOLDER}/unbroken-{os.path.basename(config)}"
+    if not os.path.isdir(folder):
+        train(config, folder, 0, timeout=600)
+    return folder
+
+
+def assert_ends_as_unbroken(folder, config):
+    assert_same_file(last_checkpoint(folder), last_checkpoint(unbroken_run(config)))
+    assert numbers(folder) == numbers(unbroken_run(config)), folder
+
+
+def verify_checkpoints(folder):
+    """What has a final name is complete."""
+    for name in checkpoints(folder):
+        if name.endswith(".h5"):
+            run([TESSERA, "ckpt", "verify", f"{folder}/checkpoints/{name}"])
+
+
+def resume_as_unbroken(folder, config, ranks, **options):
+    """What was saved is whole, and a start on these ranks goes on to the unbroken run's end."""
+    verify_checkpoints(folder)
+    train(config, folder, ranks, **options)
+    assert_ends_as_unbroken(folder, config)
+
+
 def assert_same_run(folder, reference):
     assert numbers(folder) == numbers(reference), f"{folder}: other numbers than {reference}"
     assert_same_checkpoints(folder, reference)
