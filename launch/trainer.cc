@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <bit>
 #include <chrono>
+#include <cmath>
 #include <cstdio>
 #include <filesystem>
 #include <set>
@@ -364,9 +365,13 @@ void Trainer::write_metrics(const StepResult& result, double rate, double second
     say(progress_->line(metrics));
   }
   if (!result.applied) {
+    // The sign of a NaN says nothing.
+    const auto text = [](double value) {
+      return std::isnan(value) ? std::string("nan") : std::to_string(value);
+    };
     say("warning: step " + std::to_string(metrics.step) + " isn't applied: loss " +
-        std::to_string(result.loss) + ", gradient norm " + std::to_string(result.gradient_norm) +
-        ", samples " + std::to_string(metrics.sample) + " to " +
+        text(result.loss) + ", gradient norm " + text(result.gradient_norm) + ", samples " +
+        std::to_string(metrics.sample) + " to " +
         std::to_string(metrics.sample + config_.train().global_batch() - 1));
   }
 }
