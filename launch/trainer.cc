@@ -94,7 +94,6 @@ Trainer::Trainer(const Config& config, const TokenStream& stream, const Stack& s
       stack_(stack),
       folder_(folder),
       communicator_(communicator),
-      device_(device),
       activity_(activity),
       length_(stream.sequence_length()),
       numerics_(run_numerics(config, stream)) {

@@ -87,7 +87,6 @@ class Trainer {
   const Stack& stack_;
   const RunFolder& folder_;
   Communicator& communicator_;
-  Device& device_;
   Activity& activity_;
   const std::int64_t length_;  // L
   const std::string numerics_;

@@ -29,7 +29,7 @@ void write_sound_checkpoint(Communicator& communicator) {
   meta.numbers = {{"tokens", 4096}, {"next_sample", 56}, {"seed", 1234}};
   meta.texts = {{"config", "model.width=64\nmodel.vocabulary=131\n"}, {"empty", ""}};
   meta.state = {{"adam_steps", 6}, {"bad_steps_in_a_row", 1}};
-  std::vector<float> values(5 * 7 * 3);
+  std::vector<float> values(std::size_t{5} * 7 * 3);
   std::iota(values.begin(), values.end(), 0.5F);
   std::vector<CheckpointArray> arrays;
   for (const char* group : {"params", "adamw/m", "adamw/v"}) {
@@ -88,10 +88,10 @@ std::string damaged(std::string bytes, std::string_view input) {
         break;
       case 3:  // a stretch of zeros, as of a hole
         std::fill_n(bytes.begin() + static_cast<std::ptrdiff_t>(place),
-                    std::min<std::size_t>(room, value * 16), '\0');
+                    std::min<std::size_t>(room, std::size_t{value} * 16), '\0');
         break;
       case 4: {  // a stretch of another place
-        const std::size_t from = (place + value * 64U) % bytes.size();
+        const std::size_t from = (place + std::size_t{value} * 64) % bytes.size();
         const std::size_t count = std::min({room, bytes.size() - from, std::size_t{64}});
         std::copy_n(std::string(bytes, from, count).begin(), count,
                     bytes.begin() + static_cast<std::ptrdiff_t>(place));

@@ -33,6 +33,7 @@ std::string base64(std::string_view bytes) {
 // Tokens that share beginnings and ends, so that the order of merges matters.
 std::string vocabulary_file() {
   std::vector<std::string> tokens;
+  tokens.reserve(256);
   for (int byte = 0; byte < 256; ++byte) tokens.emplace_back(1, static_cast<char>(byte));
   for (const char* token :
        {"aa",       "ab",       "ba",       "aaaa",     "aba",          "bab",      "abab",

@@ -67,8 +67,10 @@ TEST(LatentConfigs, TheReconstructed3BIsAsWorkedOutByHand) {
   EXPECT_EQ(letters(stack, narrow, wide), "-nnnnwwwwwww");
   const std::int64_t rest = rest_of_stack(1024, 12, 4096);
   const Counts counts = counts_of("latent_3b4");
-  EXPECT_EQ(counts.total, rest + 11 * std::int64_t{302'776'320} + 4 * 9'240'576 + 7 * 9'239'552);
-  EXPECT_EQ(counts.active, rest + 11 * 9'461'760 + 4 * 9'240'576 + 7 * 9'239'552);
+  EXPECT_EQ(counts.total, rest + 11 * std::int64_t{302'776'320} + std::int64_t{4} * 9'240'576 +
+                              std::int64_t{7} * 9'239'552);
+  EXPECT_EQ(counts.active, rest + std::int64_t{11} * 9'461'760 + std::int64_t{4} * 9'240'576 +
+                               std::int64_t{7} * 9'239'552);
   EXPECT_EQ(counts.total, 3'476'243'456);
   EXPECT_EQ(counts.active, 249'783'296);
 }
@@ -81,7 +83,8 @@ TEST(LatentConfigs, TheReconstructed8BIsAsWorkedOutByHand) {
   const Counts counts = counts_of("latent_8b");
   EXPECT_EQ(counts.total, rest + 5 * (std::int64_t{501'743'616} + 15'851'520) +
                               10 * (std::int64_t{503'316'480} + 15'852'800));
-  EXPECT_EQ(counts.active, rest + 5 * (15'679'488 + 15'851'520) + 10 * (15'728'640 + 15'852'800));
+  EXPECT_EQ(counts.active, rest + std::int64_t{5} * (15'679'488 + 15'851'520) +
+                               std::int64_t{10} * (15'728'640 + 15'852'800));
   EXPECT_EQ(counts.total, 7'864'906'240);
   EXPECT_EQ(counts.active, 558'707'200);
 }

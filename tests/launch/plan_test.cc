@@ -131,7 +131,7 @@ TEST(Plan, ManyRanksArePlannedByAFew) {
     const std::int64_t found =
         summarise(stack, config, 4096, kRanks).bytes_per_rank - kLibraryBytes;
     EXPECT_LE(found, most);
-    EXPECT_GE(found, most - 32 * 1024 * units);
+    EXPECT_GE(found, most - std::int64_t{32} * 1024 * units);
   }
 }
 

@@ -152,7 +152,7 @@ TEST(IntrinsicDimension, DuplicatesAreCountedAndChangeNothing) {
   for (const std::int64_t row : {0, 17, 17, 299}) {
     const std::vector<float> copy(points.values.begin() + row * 5,
                                   points.values.begin() + (row + 1) * 5);
-    points.values.insert(points.values.begin() + 40 * 5, copy.begin(), copy.end());
+    points.values.insert(points.values.begin() + std::ptrdiff_t{40} * 5, copy.begin(), copy.end());
     ++points.count;
   }
   const IntrinsicDimension after = intrinsic_dimension(queue, points.view());
@@ -437,7 +437,7 @@ TEST(Walk, SeesWhatEntersTheExpertsAndWhereItGoes) {
                            View(tokens.data(), {1, 9}),
                            View(labels.data(), {1, 9}),
                            View(segments.data(), {1, 9})};
-      std::vector<float> x(9 * 12), out(9 * 12);
+      std::vector<float> x(std::size_t{9} * 12), out(std::size_t{9} * 12);
       const View in(x.data(), {9, 12}), to(out.data(), {9, 12});
       const auto embedded = with_prefix("model.embed_tokens.", embedding.parameters());
       const testing::Buffers table(embedded);
@@ -580,11 +580,11 @@ TEST(Allocation, BudgetsOfTheReconstructed8B) {
 TEST(Allocation, TheSharedExpertTakesUpTheRest) {
   // d (2 l + N + 3 m_s) with d 8, l 4, N 10: 8 (18 + 3 m_s).
   const Regime regime = {2, 10, 4, 4, 0};
-  EXPECT_EQ(matching_shared(regime, 8, 8 * 18), 0);
-  EXPECT_EQ(matching_shared(regime, 8, 8 * (18 + 3 * 5)), 5);
-  EXPECT_EQ(matching_shared(regime, 8, 8 * (18 + 3 * 5 + 1)), 5);
-  EXPECT_EQ(matching_shared(regime, 8, 8 * (18 + 3 * 5 + 2)), 6);
-  for (std::int64_t rest = 8 * 18; rest < 8 * 60; ++rest) {
+  EXPECT_EQ(matching_shared(regime, 8, std::int64_t{8} * 18), 0);
+  EXPECT_EQ(matching_shared(regime, 8, std::int64_t{8} * (18 + 3 * 5)), 5);
+  EXPECT_EQ(matching_shared(regime, 8, std::int64_t{8} * (18 + 3 * 5 + 1)), 5);
+  EXPECT_EQ(matching_shared(regime, 8, std::int64_t{8} * (18 + 3 * 5 + 2)), 6);
+  for (std::int64_t rest = std::int64_t{8} * 18; rest < std::int64_t{8} * 60; ++rest) {
     Regime matched = regime;
     matched.shared = matching_shared(regime, 8, rest);
     EXPECT_LE(std::abs(budgets(matched, 8).rest - rest), 12) << rest;
