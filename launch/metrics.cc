@@ -80,25 +80,29 @@ class Object {
   std::string& out_;
 };
 
-// Whether a line of an earlier start stands after a resume at `next_step`.
-bool stays(const std::string& line, std::int64_t next_step) {
+// The step of an earlier start's line that stands after a resume at `next_step`.
+std::optional<std::int64_t> kept_step(const std::string& line, std::int64_t next_step) {
   const auto object = nlohmann::json::parse(line, nullptr, false);
-  if (!object.is_object() || object.contains("stopped")) {
-    return false;
-  }
+  if (!object.is_object() || object.contains("stopped")) return std::nullopt;
   const auto step = object.find("step");
-  return step != object.end() && step->is_number_integer() && step->get<std::int64_t>() < next_step;
+  if (step == object.end() || !step->is_number_integer()) return std::nullopt;
+  const auto number = step->get<std::int64_t>();
+  return number < next_step ? std::optional(number) : std::nullopt;
 }
 
-// Rewrites the file without the lines that don't stay, if there are any.
-void cut_from(const std::string& path, std::int64_t next_step) {
+// Rewrites the file without the lines that don't stay, if there are any. Returns the step after the
+// last that stays.
+std::int64_t cut_from(const std::string& path, std::int64_t next_step) {
   std::ifstream in(path, std::ios::binary);
   if (!in) fail(path, "can't be read; check its permissions");
   PublishedFile kept(path);
   bool whole = true;
+  std::int64_t after = 0;
   for (std::string line; std::getline(in, line);) {
     // A last line without its newline was cut off.
-    if (!in.eof() && stays(line, next_step)) {
+    const auto step = in.eof() ? std::nullopt : kept_step(line, next_step);
+    if (step) {
+      after = std::max(after, *step + 1);
       line += '\n';
       kept.write(line.data(), line.size());
     } else {
@@ -107,6 +111,7 @@ void cut_from(const std::string& path, std::int64_t next_step) {
   }
   if (in.bad()) fail(path, "can't be read to its end; check the disk and start again");
   if (!whole) kept.publish();
+  return after;
 }
 
 std::string duration(double seconds) {
@@ -151,7 +156,7 @@ MetricsFile::MetricsFile(const std::string& path, std::int64_t next_step, NoRoom
   std::error_code error;
   const auto status = std::filesystem::status(path, error);
   if (std::filesystem::is_regular_file(status)) {
-    cut_from(path, next_step);
+    first_missing_ = cut_from(path, next_step);
   } else if (std::filesystem::exists(status)) {
     fail(path, "isn't a regular file; move it away");
   }

@@ -68,11 +68,14 @@ class MetricsFile {
   // Throws unless all lines are on the disk: before a checkpoint says that its steps are done.
   void sync() { file_->sync(); }
   bool waits() const { return file_->waits(); }  // whether a line waits for room
+  // Behind the last step whose line an earlier start has left: next_step, unless lines were lost.
+  std::int64_t first_missing() const { return first_missing_; }
 
  private:
   void write_line();
 
   std::string path_;
+  std::int64_t first_missing_ = 0;
   std::optional<AppendedFile> file_;
   std::string line_;
 };

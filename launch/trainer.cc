@@ -174,8 +174,11 @@ void Trainer::start(const ResumeOptions& resume) {
       usable.erase(0, end + 1);
     }
     if (!published.empty() && !resumed) {
-      throw AgreedError(ExitCode::kCheckpoint,
-                        folder_.checkpoints() + ": no checkpoint of the run can be resumed from");
+      throw AgreedError(
+          ExitCode::kCheckpoint,
+          folder_.checkpoints() +
+              ": no checkpoint of the run can be resumed from: restore one, or choose "
+              "another --run-dir to start anew");
     }
   }
   if (!resumed) {
@@ -192,6 +195,12 @@ void Trainer::start(const ResumeOptions& resume) {
                                ? NoRoom::kFail
                                : NoRoom::kWait;
     metrics_ = std::make_unique<MetricsFile>(folder_.metrics(), steps_done_, no_room);
+    const std::int64_t missing = metrics_->first_missing();
+    if (resumed && resume.from == "auto" && missing < steps_done_) {
+      say("warning: " + folder_.metrics() + " has no lines of steps " + std::to_string(missing) +
+          " to " + std::to_string(steps_done_ - 1) +
+          ": they were lost; the run goes on without them");
+    }
     if (config_.logging().tensorboard()) {
       events_ = std::make_unique<TensorBoardWriter>(folder_.tensorboard(), steps_done_, no_room);
     }
@@ -230,7 +239,8 @@ bool Trainer::resume_from(const std::string& path, const ResumeOptions& resume, 
     engine_->weights_changed();
   } catch (const AgreedError& error) {
     if (!may_skip || error.code() != ExitCode::kCheckpoint) throw;
-    say("skipping " + path + ": " + error.what());
+    const std::string what = error.what();
+    say("skipping " + (what.starts_with(path) ? what : path + ": " + what));
     return false;
   }
   steps_done_ = meta.step;

@@ -1,10 +1,15 @@
 #include "parallel/communicator.h"
 
+#include <unistd.h>
+
 #include <algorithm>
+#include <array>
 #include <chrono>
+#include <condition_variable>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <mutex>
 #include <thread>
 
 namespace tessera {
@@ -31,30 +36,51 @@ std::string mpi_reason(int code) {
   return {text.data(), static_cast<std::size_t>(length)};
 }
 
-// Ranks that try interfaces which lead nowhere would wait for one another without a word. Counts
-// its own naps: of a job that is stopped as a whole no time passes.
-void meet() {
-  MPI_Request request = MPI_REQUEST_NULL;
-  MPI_Ibarrier(MPI_COMM_WORLD, &request);
-  int done = 0;
-  for (std::chrono::milliseconds waited{0}; waited < kLongestMeeting; ++waited) {
-    MPI_Test(&request, &done, MPI_STATUS_IGNORE);
-    if (done != 0) return;
-    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+// Ends this rank, and with it the job, unless the ranks have met in time: one may be stopped before
+// it is in MPI, or they try interfaces that lead nowhere, and would wait for one another without a
+// word.
+class Meeting {
+ public:
+  Meeting() : thread_([this] { wait(); }) {}
+  ~Meeting() {
+    {
+      const std::lock_guard lock(mutex_);
+      met_ = true;
+    }
+    changed_.notify_all();
+    thread_.join();
   }
-  int rank = 0;
-  MPI_Comm_rank(MPI_COMM_WORLD, &rank);
-  std::array<char, MPI_MAX_PROCESSOR_NAME> host{};
-  int length = 0;
-  MPI_Get_processor_name(host.data(), &length);
-  std::fprintf(stderr,
-               "tessera: rank %d (%s): the ranks have not met within %lld s: over the network "
-               "interfaces that MPI tries they can't reach one another; give mpirun or launch/run "
-               "--mca btl_tcp_if_include INTERFACE (docs/cluster.md)\n",
-               rank, host.data(), static_cast<long long>(kLongestMeeting.count()));
-  std::fflush(stderr);
-  MpiSession::abort(ExitCode::kCommunication);
-}
+  Meeting(const Meeting&) = delete;
+  Meeting& operator=(const Meeting&) = delete;
+
+ private:
+  void wait() {
+    std::unique_lock lock(mutex_);
+    // Counts its own naps: of a job that is stopped as a whole no time passes.
+    for (std::chrono::seconds waited{0}; waited < kLongestMeeting; ++waited) {
+      if (changed_.wait_for(lock, std::chrono::seconds(1), [&] { return met_; })) return;
+    }
+    const char* rank = std::getenv("OMPI_COMM_WORLD_RANK");
+    std::array<char, 256> host{};
+    gethostname(host.data(), host.size() - 1);
+    std::fprintf(
+        stderr,
+        "tessera: rank %s (%s): the ranks have not met within %lld s: a rank is stopped (ps shows "
+        "T) "
+        "or its host is lost, or over the network interfaces that MPI tries they can't reach one "
+        "another; give mpirun or launch/run --mca btl_tcp_if_include INTERFACE "
+        "(docs/cluster.md)\n",
+        rank == nullptr ? "0" : rank, host.data(), static_cast<long long>(kLongestMeeting.count()));
+    std::fflush(stderr);
+    // The main thread is somewhere inside MPI, which may not be called from here.
+    _exit(static_cast<int>(ExitCode::kCommunication));
+  }
+
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  bool met_ = false;
+  std::thread thread_;  // last: it uses the others
+};
 
 MPI_Op operation_of(Reduction reduction) {
   switch (reduction) {
@@ -71,6 +97,7 @@ MPI_Op operation_of(Reduction reduction) {
 }  // namespace
 
 MpiSession::MpiSession(int* argc, char*** argv) {
+  const Meeting meeting;
   int provided = MPI_THREAD_SINGLE;
   MPI_Init_thread(argc, argv, MPI_THREAD_FUNNELED, &provided);
   if (provided < MPI_THREAD_FUNNELED) {
@@ -79,7 +106,7 @@ MpiSession::MpiSession(int* argc, char*** argv) {
                     std::to_string(MPI_THREAD_FUNNELED) +
                     " (MPI_THREAD_FUNNELED) is needed: use an MPI built with thread support");
   }
-  meet();
+  MPI_Barrier(MPI_COMM_WORLD);
 }
 
 MpiSession::~MpiSession() { MPI_Finalize(); }

@@ -137,7 +137,7 @@ def stops(phase, target, name):
 
 def test_every_phase():
     senders = [("run", "TERM"), ("run", "INT"), ("mpirun", "USR1"), ("rank1", "TERM"),
-               ("run", "HUP"), ("rank0", "INT"), ("rank1", "USR1")]
+               ("run", "HUP"), ("rank0", "INT"), ("rank1", "USR1"), ("run", "USR1")]
     for n, phase in enumerate(PHASES):
         for target, name in senders if h.LONG else [senders[n % len(senders)]]:
             stops(phase, target, name)
@@ -244,6 +244,34 @@ def test_what_has_nothing_to_save_just_ends():
     assert not glob.glob(out + "/*/manifest.textproto")
     h.run(build)
     h.run(["diff", "-r", data + "/shards", out])
+
+
+def test_launch_script_passes_signals_on_to_what_saves_nothing():
+    data = h.make_data()
+    for name in SIGNALS:
+        gate = f"{h.FOLDER}/gate-{name}"
+        command = [RUN, "-n", "2", "-x", f"LD_PRELOAD={FAULTS}", "--", h.TESSERA, "data", "build",
+                   "--recipe", data + "/recipe.textproto", "--sources", data + "/sources", "--out",
+                   f"{h.FOLDER}/out-{name}"]
+        with h.background(command, env={
+                "TESSERA_DISK_FAULTS": f"write shard-000001 0 1 1 hold={gate}"}) as process:
+            h.wait_until(lambda: os.path.exists(gate + ".held") or process.poll() is not None,
+                         what="the build's work")
+            assert process.poll() is None, process.output()
+            start = time.time()
+            os.kill(process.pid, SIGNALS[name])
+            code = process.wait(timeout=30)
+            say(f"{name} to launch/run of data build", code, start)
+            assert code != 0 and time.time() - start < 8, (name, code, process.output())
+
+
+def test_a_rank_that_never_comes_ends_the_others():
+    if not h.LONG:  # takes two minutes
+        return
+    with Run("unmet", "before MPI", "mpirun").started() as run:
+        code = run.process.wait(timeout=180)
+        assert code == 5 and "have not met within 120 s" in run.process.output(), (
+            code, run.process.output())
 
 
 if __name__ == "__main__":

@@ -170,6 +170,17 @@ TEST_F(MetricsTest, AResumeCutsWhatCameAfterItsCheckpoint) {
   EXPECT_EQ(std::distance(std::filesystem::directory_iterator(folder_), {}), 1);
 }
 
+TEST_F(MetricsTest, StepsWhoseLinesWereLostAreFound) {
+  const auto write = [&](std::int64_t begin, std::int64_t end) {
+    MetricsFile file(path_, begin);
+    for (std::int64_t s = begin; s < end; ++s) file.write(step(s));
+  };
+  EXPECT_EQ(MetricsFile(path_, 4).first_missing(), 0);  // removed
+  write(0, 6);
+  EXPECT_EQ(MetricsFile(path_, 4).first_missing(), 4);  // none
+  EXPECT_EQ(MetricsFile(path_, 9).first_missing(), 4);  // cut off
+}
+
 TEST_F(MetricsTest, AHalfLineThatIsValidJsonIsStillCut) {
   std::ofstream(path_) << "{\"step\": 0}\n{\"step\": 1}";
   { const MetricsFile opened(path_, 5); }
