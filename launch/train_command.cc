@@ -57,7 +57,13 @@ Config read_config(const TrainArguments& arguments, Communicator& communicator, 
     folder.path = absolute_path(arguments.run_folder.empty()
                                     ? "runs/" + fs::path(arguments.config).stem().string()
                                     : arguments.run_folder);
-    if (resume.from != "auto" && resume.from != "never") resume.from = absolute_path(resume.from);
+    if (resume.from != "auto" && resume.from != "never") {
+      resume.from = absolute_path(resume.from);
+      if (!fs::exists(resume.from)) {
+        throw Error(ExitCode::kUsage, "--resume: there is no file " + resume.from +
+                                          "; it takes auto, never or a checkpoint's file");
+      }
+    }
   });
   communicator.broadcast("config", bytes, 0);
   communicator.broadcast("config", folder.path, 0);
