@@ -345,6 +345,22 @@ class Pipeline {
   std::vector<std::thread> threads_;
 };
 
+bool is_shard_name(const std::string& name) {
+  constexpr std::string_view kStart = "shard-", kEnd = ".tokens";
+  if (!name.starts_with(kStart) || !name.ends_with(kEnd)) return false;
+  const std::string number = name.substr(kStart.size(), name.size() - kStart.size() - kEnd.size());
+  // %06zu: six digits, or more without a leading zero
+  return number.size() >= 6 && number.find_first_not_of("0123456789") == std::string::npos &&
+         (number.size() == 6 || number[0] != '0');
+}
+
+// Is this a name of those that a build gives files in a component's folder?
+bool is_ours(std::string name) {
+  constexpr std::string_view kPartial = ".partial";
+  if (name.ends_with(kPartial)) name.resize(name.size() - kPartial.size());
+  return name == kManifestName || name == kBadDocumentsName || is_shard_name(name);
+}
+
 // A build that was killed, or one of other sources, may have left any of our files.
 void remove_leftovers(const std::string& folder) {
   // The manifest first: without it nobody takes the rest for a component.
@@ -354,10 +370,7 @@ void remove_leftovers(const std::string& folder) {
   std::error_code error;
   for (fs::directory_iterator it(folder, error), end; !error && it != end; it.increment(error)) {
     const std::string name = it->path().filename().string();
-    const bool partial = name.size() > 8 && name.compare(name.size() - 8, 8, ".partial") == 0;
-    if (partial || name == kBadDocumentsName || name.rfind("shard-", 0) == 0) {
-      ours.push_back(it->path().string());
-    }
+    if (is_ours(name)) ours.push_back(it->path().string());
   }
   for (const std::string& path : ours) remove_file(path);
   sync_folder(folder);
@@ -501,7 +514,7 @@ BuiltComponent build_component(const Recipe& recipe, const Component& component,
                                const Encoding& encoding, const BuildOptions& options) {
   const std::vector<std::string> files = list_sources(options.sources, component);
   const std::string folder = options.out + "/" + component.name;
-  make_folders(folder);
+  make_folders(folder, "--out");
   // Two builds must not write the same files.
   const FolderLock lock(folder, "another build is at work here");
   Manifest manifest = describe(recipe, component, encoding);
@@ -527,7 +540,162 @@ BuiltComponent build_component(const Recipe& recipe, const Component& component,
   return summary(manifest, false);
 }
 
+[[noreturn]] void refuse_foreign(const std::string& folder, const std::string& name) {
+  throw Error(ExitCode::kCheckpoint, folder + " holds files that data build didn't make (" +
+                                         printable(name) + "); choose another --out or move them");
+}
+
+// The build replaces files by their names: in a folder with none of them nothing is its own.
+void check_component_folder(const std::string& folder) {
+  check_no_file(folder, "--out");
+  std::string foreign;
+  bool manifest = false, shards = false, other = false;
+  std::error_code error;
+  for (fs::directory_iterator it(folder, error), end; !error && it != end; it.increment(error)) {
+    const std::string name = it->path().filename().string();
+    if (name == kManifestName) {
+      manifest = true;
+    } else if (is_ours(name)) {
+      other = true;
+      shards = shards || is_shard_name(name);
+    } else if (name[0] != '.' && (foreign.empty() || name < foreign)) {
+      foreign = name;
+    }
+  }
+  if (!manifest) {
+    if (!foreign.empty() && !other) refuse_foreign(folder, foreign);
+    return;
+  }
+  const std::string path = folder + "/" + kManifestName;
+  Manifest found;
+  try {
+    parse_text_format(read_manifest_text(path), path, ExitCode::kData, &found);
+    // One that another program wrote has none.
+    if (found.build_digest().empty()) refuse_foreign(folder, kManifestName);
+  } catch (const Error& fault) {
+    if (fault.code() != ExitCode::kData) throw;
+    // Beside shards of ours it's our own that was damaged.
+    if (!shards) refuse_foreign(folder, kManifestName);
+  }
+}
+
+// A recipe that was changed takes the place of its older copy; one that no build left here is kept.
+void check_recipe_copy(const Recipe& recipe, const std::string& out) {
+  const std::string path = out + "/" + kRecipeName;
+  std::error_code error;
+  if (fs::symlink_status(path, error).type() == fs::file_type::not_found) return;
+  bool built = !components_below(out).empty();
+  for (const Component& component : recipe.components) {
+    built = built || fs::is_directory(out + "/" + component.name, error);
+  }
+  try {
+    const Recipe copy = read_recipe(path);
+    if (built || copy.text == recipe.text) return;
+  } catch (const Error&) {
+    // Not a recipe.
+  }
+  refuse_foreign(out, kRecipeName);
+}
+
+// The folders that a build writes to, without links, and what they are called.
+using Folders = std::map<fs::path, std::string>;
+
+fs::path without_links(const fs::path& path) {
+  std::error_code error;
+  fs::path found = fs::weakly_canonical(path, error);
+  if (error) found = path.lexically_normal();  // reading or writing it will say what is wrong
+  return found.has_filename() || found == found.root_path() ? found : found.parent_path();
+}
+
+std::string folder_around(const fs::path& folder, const Folders& folders) {
+  for (fs::path at = folder;; at = at.parent_path()) {
+    const auto found = folders.find(at);
+    if (found != folders.end()) return found->second;
+    if (at == at.parent_path()) return "";
+  }
+}
+
+// Sources that are there may lie in no folder that is written to.
+void check_sources_apart(const Component& component, const std::string& root,
+                         const Folders& folders) {
+  std::vector<std::string> files;
+  try {
+    files = list_sources(root, component);
+  } catch (const Error&) {
+    return;  // whoever builds it will say it
+  }
+  std::map<std::string, std::string> around;  // a source's folder, as listed
+  for (const std::string& file : files) {
+    const fs::path path = fs::path(root) / file;
+    const auto [seen, first] = around.emplace(path.parent_path().string(), "");
+    if (first) seen->second = folder_around(without_links(path.parent_path()), folders);
+    std::string folder = seen->second;
+    std::error_code error;
+    if (folder.empty() && fs::is_symlink(path, error)) {
+      folder = folder_around(without_links(path).parent_path(), folders);
+    }
+    if (!folder.empty()) {
+      throw Error(ExitCode::kUsage, folder + ": holds sources of component " + component.name +
+                                        " (" + printable(path.string()) +
+                                        "), and data build writes there; choose another --out");
+    }
+  }
+}
+
+// A glob, and where it begins to look.
+struct Pattern {
+  const std::string& component;
+  const std::string& glob;
+  std::string prefix;  // below the sources' folder
+  std::string start;   // without links
+};
+
+// Nor may a pattern match what is going to be written: the next build would take it for sources.
+void check_patterns_apart(const std::vector<Pattern>& patterns, const fs::path& folder,
+                          const std::string& called, const std::vector<std::string>& names) {
+  const std::string written = folder.string() + "/";
+  for (const Pattern& pattern : patterns) {
+    const std::string start = pattern.start == "/" ? "/" : pattern.start + "/";
+    if (!written.starts_with(start)) continue;
+    for (const std::string& name : names) {
+      const std::string path = (pattern.prefix.empty() ? "" : pattern.prefix + "/") +
+                               written.substr(start.size()) + name;
+      if (!glob_matches(pattern.glob, path)) continue;
+      throw Error(ExitCode::kUsage, called + ": what data build writes here (" + name +
+                                        ") would be a source of component " + pattern.component +
+                                        " by glob \"" + printable(pattern.glob) +
+                                        "\"; choose another --out");
+    }
+  }
+}
+
 }  // namespace
+
+void check_output(const Recipe& recipe, const BuildOptions& options) {
+  check_no_file(options.out, "--out");
+  Folders folders;
+  std::vector<Pattern> patterns;
+  for (const Component& component : recipe.components) {
+    if (component.stream) continue;
+    const std::string folder = options.out + "/" + component.name;
+    folders.emplace(without_links(folder), folder);
+    for (const std::string& glob : component.globs) {
+      const std::string prefix = fixed_prefix(glob);
+      const std::string start = options.sources + "/" + prefix;
+      patterns.push_back({component.name, glob, prefix, without_links(start).string()});
+    }
+  }
+  check_patterns_apart(patterns, without_links(options.out), options.out, {kRecipeName});
+  for (const auto& [folder, called] : folders) {
+    check_patterns_apart(patterns, folder, called,
+                         {"shard-000000.tokens", kManifestName, kBadDocumentsName});
+  }
+  for (const Component& component : recipe.components) {
+    if (!component.stream) check_sources_apart(component, options.sources, folders);
+  }
+  for (const auto& [folder, called] : folders) check_component_folder(called);
+  check_recipe_copy(recipe, options.out);
+}
 
 std::unique_ptr<Tokenizer> open_recipe_tokenizer(const Recipe& recipe) {
   std::string path = recipe.tokenizer;
@@ -573,7 +741,7 @@ std::vector<BuiltComponent> build(const Recipe& recipe, const Tokenizer& tokeniz
     if (options.report) options.report(describe_line(built.back(), options.out));
   }
   if (options.rank == 0) {
-    make_folders(options.out);
+    make_folders(options.out, "--out");
     const std::string path = options.out + "/" + kRecipeName;
     publish_file(path, recipe.text);
   }

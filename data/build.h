@@ -44,11 +44,15 @@ constexpr char kBadDocumentsName[] = "bad_documents.txt";
 // when the digest (of the whole vocabulary, before a vocabulary_limit) is another.
 std::unique_ptr<Tokenizer> open_recipe_tokenizer(const Recipe& recipe);
 
-// Builds this rank's components. The same sources, recipe and tokenizer give the same bytes
-// whatever the threads and ranks, and after any interruption. A component whose manifest matches is
-// kept; anything else of it is built anew. Memory is bounded by the longest document. Throws
-// Error(kData) for sources, a bad record under FAIL, or no end of sequence; Error(kCheckpoint) when
-// `out` can't be written.
+// Before any rank builds: throws Error(kUsage) where the build would write among its own sources,
+// and Error(kCheckpoint) where it would replace what it didn't make.
+void check_output(const Recipe& recipe, const BuildOptions& options);
+
+// Builds this rank's components, in a folder that check_output found nothing against. The same
+// sources, recipe and tokenizer give the same bytes whatever the threads and ranks, and after any
+// interruption. A component whose manifest matches is kept; anything else of it is built anew.
+// Memory is bounded by the longest document. Throws Error(kData) for sources, a bad record under
+// FAIL, or no end of sequence; Error(kCheckpoint) when `out` can't be written.
 std::vector<BuiltComponent> build(const Recipe& recipe, const Tokenizer& tokenizer,
                                   const BuildOptions& options);
 

@@ -42,16 +42,6 @@ bool has_wildcard(const std::string& part) {
   return part.find_first_of("*?[\\") != std::string::npos;
 }
 
-// The folders before the first part with a wildcard: where to look.
-std::string fixed_prefix(const std::string& glob) {
-  std::string prefix;
-  for (const std::string& part : split_path(glob)) {
-    if (has_wildcard(part)) break;
-    prefix += (prefix.empty() ? "" : "/") + part;
-  }
-  return prefix;
-}
-
 std::vector<std::string> list_glob(const std::string& root, const std::string& glob) {
   const std::string prefix = fixed_prefix(glob);
   const fs::path start = prefix.empty() ? fs::path(root) : fs::path(root) / prefix;
@@ -164,6 +154,15 @@ class TextField : public nlohmann::json_sax<nlohmann::json> {
 };
 
 }  // namespace
+
+std::string fixed_prefix(const std::string& glob) {
+  std::string prefix;
+  for (const std::string& part : split_path(glob)) {
+    if (has_wildcard(part)) break;
+    prefix += (prefix.empty() ? "" : "/") + part;
+  }
+  return prefix;
+}
 
 bool glob_matches(const std::string& glob, const std::string& path) {
   const std::vector<std::string> pattern = split_path(glob);

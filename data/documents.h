@@ -19,6 +19,9 @@ namespace tessera {
 // names everything below the folder of that name.
 bool glob_matches(const std::string& glob, const std::string& path);
 
+// The folders before a pattern's first wildcard: where its files are looked for. "" is the root.
+std::string fixed_prefix(const std::string& glob);
+
 // Files of `component` below `root`, relative to it: the globs in turn, within each by path
 // compared as bytes, every file once. Links to files are followed, links to folders only where a
 // glob names them before its first wildcard. Throws Error(kData) for a glob that names nothing, and

@@ -70,7 +70,21 @@ void publish_file(const std::string& path, std::string_view bytes) {
   file.publish();
 }
 
-void make_folders(const std::string& folder) {
+void check_no_file(const std::string& folder, const std::string& option) {
+  std::filesystem::path part;
+  for (const std::filesystem::path& name : std::filesystem::path(folder)) {
+    part /= name;
+    std::error_code error;
+    const std::filesystem::file_status status = std::filesystem::status(part, error);
+    if (!std::filesystem::exists(status)) return;
+    if (!std::filesystem::is_directory(status)) {
+      throw Error(ExitCode::kCheckpoint, part.string() + " is a file; choose another " + option);
+    }
+  }
+}
+
+void make_folders(const std::string& folder, const std::string& option) {
+  check_no_file(folder, option);
   std::error_code error;
   std::filesystem::create_directories(folder, error);
   if (error) throw disk_error(folder, "made", error.value());

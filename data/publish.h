@@ -29,8 +29,11 @@ class PublishedFile {
 };
 
 void publish_file(const std::string& path, std::string_view bytes);
-// Makes the folder and those above it.
-void make_folders(const std::string& folder);
+// Throws Error(kCheckpoint) when the folder, or one above it, is a file: "FILE is a file; choose
+// another OPTION", the option of the command line that named it.
+void check_no_file(const std::string& folder, const std::string& option);
+// Makes the folder and those above it; throws as check_no_file.
+void make_folders(const std::string& folder, const std::string& option);
 // Makes names that were added to or taken from a folder durable.
 void sync_folder(const std::string& folder);
 void remove_file(const std::string& path);

@@ -301,6 +301,9 @@ Recipe parse_recipe(const std::string& text, const std::string& path) {
       node.fail("name",
                 "expected letters, digits, '.', '_' and '-', found \"" + printable(name) + "\"");
     }
+    if (name == kRecipeName || name == std::string(kRecipeName) + ".partial") {
+      node.fail("name", "\"" + name + "\" is a file that data build writes beside the components");
+    }
     if (!names.emplace(name, i).second) node.fail("name", "\"" + name + "\" is there twice");
   }
   bool any_weight = false;

@@ -11,6 +11,9 @@
 
 namespace tessera {
 
+// A copy of the recipe in the folder of the components.
+constexpr char kRecipeName[] = "recipe.textproto";
+
 // A decimal weight, exactly: millionths, at most 10^12.
 using Weight = std::uint64_t;
 // "2", "0.001", ".5"; nothing else, no sign, at most six decimals, at most 10^6. Throws

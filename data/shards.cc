@@ -48,14 +48,14 @@ bool is_digest(const std::string& text) {
   return text.size() == 64 && text.find_first_not_of("0123456789abcdef") == std::string::npos;
 }
 
-// One source file of a component takes about 250 bytes.
+}  // namespace
+
 std::string read_manifest_text(const std::string& path) {
+  // One source file of a component takes about 250 bytes.
   constexpr std::int64_t kLargestManifest = std::int64_t{1} << 30;
   return read_text_file(path, ExitCode::kData, "a manifest, which `tessera data build` writes",
                         kLargestManifest);
 }
-
-}  // namespace
 
 // Descriptors of all shards of a corpus, opened when first read; the one that was used longest ago
 // is closed when there are too many.

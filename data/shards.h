@@ -22,9 +22,9 @@ class TokenSource {
 };
 
 constexpr char kManifestName[] = "manifest.textproto";
-// A copy of the recipe in the folder of the components.
-constexpr char kRecipeName[] = "recipe.textproto";
 
+// The text of a manifest's file. Throws Error(kData) naming it.
+std::string read_manifest_text(const std::string& path);
 // Reads and checks a manifest: fields present, counts that add up, plain file names. Throws
 // Error(kData) naming the file.
 Manifest read_manifest(const std::string& folder);

@@ -124,7 +124,7 @@ int audit_command(AuditArguments arguments, Communicator& communicator) {
   counted.set_length(1);
   model.parameters = Stack(counted).parameter_count();
   together(communicator, "make folder", [&] {
-    if (communicator.rank() == 0) make_folders(arguments.out);  // before the work
+    if (communicator.rank() == 0) make_folders(arguments.out, "--out");  // before the work
   });
   const bool speaks = communicator.rank() == 0 && !arguments.json;
   const AuditResult result =

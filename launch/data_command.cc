@@ -65,6 +65,9 @@ void build_command(const DataOptions& options) {
     recipe = parse_recipe(text, recipe_path);
     together(communicator, "open the tokenizer",
              [&] { tokenizer = open_recipe_tokenizer(recipe); });
+    together(communicator, "look at the output's folder", [&] {
+      if (communicator.rank() == 0) check_output(recipe, build_options);
+    });
   } catch (const AgreedError&) {
     if (communicator.rank() == 0) throw;
     return;

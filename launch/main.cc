@@ -17,6 +17,7 @@
 #include "launch/audit_command.h"
 #include "launch/ckpt_command.h"
 #include "launch/data_command.h"
+#include "launch/numbers.h"
 #include "launch/plan_command.h"
 #include "launch/probe_command.h"
 #include "launch/profile_command.h"
@@ -109,6 +110,7 @@ int main(int argc, char** argv) {
     tessera::add_audit_command(app, exit_code);
     tessera::add_profile_command(app);
     tessera::add_probe_command(app, exit_code);
+    tessera::check_values(app);
     const int ranks = launched("OMPI_COMM_WORLD_SIZE");
     const std::string command = command_name(app, argc, argv);
     if (ranks > 1 && !runs_on_ranks(command)) {
@@ -126,7 +128,9 @@ int main(int argc, char** argv) {
     // from the last to the first.
     const std::vector<std::string> unknown = app.remaining(true);
     std::string what = error.what();
-    if (!unknown.empty() && dynamic_cast<const CLI::RequiredError*>(&error) != nullptr) {
+    if (!unknown.empty() && unknown[0][0] != '-' && app.got_subcommand("tokenize")) {
+      what = "not expected: " + unknown[0] + ": the text comes on standard input (< FILE)";
+    } else if (!unknown.empty() && dynamic_cast<const CLI::RequiredError*>(&error) != nullptr) {
       what = "unknown command or option \"" + unknown[0] + "\"";
     } else if (dynamic_cast<const CLI::ExtrasError*>(&error) != nullptr) {
       what = "not expected:";

@@ -63,7 +63,7 @@ void run_profile(ProfileArguments arguments) {
   if (arguments.out.empty()) {
     arguments.out = "runs/" + std::filesystem::path(arguments.config).stem().string() + "/profile";
   }
-  make_folders(arguments.out);  // before the work: it may be impossible
+  make_folders(arguments.out, "--out");  // before the work: it may be impossible
   Device device(static_cast<int>(config.execution().threads()),
                 config.execution().memory_limit_bytes(), kLibraryBytes);
   const std::vector<ProfileLine> lines =

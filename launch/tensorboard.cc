@@ -71,7 +71,7 @@ std::uint32_t masked_crc32c(std::string_view bytes) {
 TensorBoardWriter::TensorBoardWriter(const std::string& folder, std::int64_t next_step,
                                      NoRoom no_room)
     : event_(std::make_unique<tensorboard::Event>()) {
-  make_folders(folder);
+  make_folders(folder, "--run-dir");
   file_.emplace(next_file(folder), no_room);
   start_event(next_step).set_file_version("brain.Event:2");
   add_event();

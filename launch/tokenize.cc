@@ -1,5 +1,8 @@
 #include "launch/tokenize.h"
 
+#include <sys/stat.h>
+#include <unistd.h>
+
 #include <charconv>
 #include <cstdint>
 #include <iostream>
@@ -18,6 +21,8 @@ namespace tessera {
 namespace {
 
 using nlohmann::json;
+
+constexpr char kUnreadable[] = "standard input: can't be read; is it closed?";
 
 void encode_plain(const Tokenizer& tokenizer, const TokenizeOptions& options, std::istream& in,
                   std::ostream& out) {
@@ -125,6 +130,7 @@ void tokenize(const Tokenizer& tokenizer, const TokenizeOptions& options, std::i
       throw Error(error.code(), std::string("standard input: ") + error.what());
     }
   }
+  if (in.bad()) throw Error(ExitCode::kData, kUnreadable);
   out.flush();
   if (!out) throw Error(ExitCode::kCheckpoint, "standard output can't be written");
 }
@@ -152,8 +158,16 @@ void add_tokenize_command(CLI::App& app) {
       "Example: printf 'Hello' | tessera tokenize --tokenizer \"$(launch/fetch_tokenizer)\"");
   command->callback([arguments] {
     const auto tokenizer = open_tokenizer(arguments->tokenizer);
+    struct stat status {};
+    if (::fstat(STDIN_FILENO, &status) == 0 && S_ISDIR(status.st_mode)) {
+      throw Error(ExitCode::kData, "standard input: is a folder; expected text");
+    }
     std::ios::sync_with_stdio(false);
-    tokenize(*tokenizer, arguments->options, std::cin, std::cout);
+    try {
+      tokenize(*tokenizer, arguments->options, std::cin, std::cout);
+    } catch (const std::ios_base::failure&) {
+      throw Error(ExitCode::kData, kUnreadable);
+    }
   });
 }
 

@@ -86,7 +86,7 @@ std::unique_ptr<FolderLock> make_run_folder(const RunFolder& folder, Communicato
   together(communicator, "make the run's folder", [&] {
     if (communicator.rank() != 0) return;
     for (const std::string& path : {folder.path, folder.checkpoints(), folder.logs()}) {
-      make_folders(path);
+      make_folders(path, "--run-dir");
       if (access(path.c_str(), W_OK | X_OK) != 0) throw disk_error(path, "written to", errno);
     }
     lock = std::make_unique<FolderLock>(

@@ -19,6 +19,7 @@
 namespace tessera {
 namespace {
 
+using ::testing::AllOf;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using ::testing::IsEmpty;
@@ -71,7 +72,16 @@ class BuildTest : public ::testing::Test {
     options.rank = rank;
     options.ranks = ranks;
     options.report = [&](const std::string& line) { reported_.push_back(line); };
+    check_output(recipe, options);
     return build(recipe, *open_recipe_tokenizer(recipe), options);
+  }
+  // Refused with that code, and no file anywhere changed.
+  std::string refusal(ExitCode code, const Recipe& recipe, const std::string& out) {
+    const auto before = files_below(root_.path());
+    const Thrown thrown = thrown_by([&] { run(recipe, 1, 0, 1, out); });
+    EXPECT_EQ(thrown.code, code) << thrown.message;
+    EXPECT_TRUE(files_below(root_.path()) == before) << out;
+    return thrown.message;
   }
   void source(const std::string& name, const std::string& bytes) {
     write_file(root_ / ("src/" + name), bytes);
@@ -269,6 +279,107 @@ TEST_F(BuildTest, ATokenizersDigestIsHeldAgainstTheRecipes) {
             ExitCode::kData);
 }
 
+TEST_F(BuildTest, SourcesInAFolderThatIsWrittenToAreKept) {
+  source("c/shard-00001.jsonl", "{\"text\": \"a\"}");
+  source("c/shard-000001.tokens", "text of that name");
+  source("c/old.partial", "b");
+  source("d/a.txt", "d");
+  std::filesystem::create_directory_symlink(root_ / "src", root_ / "link");
+  const Recipe recipe = one_component("c/*.jsonl");
+  for (const std::string out : {"src", "link", "src/d/..", "src/"}) {
+    EXPECT_THAT(refusal(ExitCode::kUsage, recipe, out),
+                AllOf(HasSubstr("src/c/shard-00001.jsonl"), HasSubstr("choose another --out")));
+  }
+  // The folder of another component; a link to a file there; a folder that is a link.
+  const Recipe two = parse_recipe(
+      "tokenizer: \"byte\" sequence_length: 4 total_tokens: 40 "
+      "component { name: \"c\" weight: \"1\" source { glob: \"d/*.txt\" } }"
+      "component { name: \"e\" weight: \"1\" source { glob: \"c/*.jsonl\" } }",
+      "r.textproto");
+  EXPECT_THAT(refusal(ExitCode::kUsage, two, "src"), HasSubstr("sources of component e"));
+  std::filesystem::create_symlink(root_ / "src/c/old.partial", root_ / "src/d/link.txt");
+  EXPECT_THAT(refusal(ExitCode::kUsage, one_component("d/*.txt"), "src"), HasSubstr("d/link.txt"));
+  std::filesystem::create_directory(root_ / "out");
+  std::filesystem::create_directory_symlink(root_ / "src/d", root_ / "out/c");
+  EXPECT_THAT(refusal(ExitCode::kUsage, one_component("d/a.txt"), "out"), HasSubstr("d/a.txt"));
+}
+
+TEST_F(BuildTest, WhatIsWrittenMayBeNoSourceOfTheNextBuild) {
+  source("a.txt", "a");
+  source("texts/b.txt", "b");
+  std::filesystem::create_directory_symlink(root_ / "src/texts", root_ / "src/link");
+  for (const auto& [glob, out] :
+       std::vector<std::pair<std::string, std::string>>{{"**", "src/out"},
+                                                        {"**", "src"},
+                                                        {"texts", "src/texts/out"},
+                                                        {"link", "src/texts/out"},
+                                                        {"*/*/b*", "src/texts/../b"},
+                                                        {"texts/**", "src/link/out"},
+                                                        {"**/*.txt", "src/texts"}}) {
+    EXPECT_THAT(refusal(ExitCode::kUsage, one_component(glob), out),
+                AllOf(HasSubstr("data build writes here"), HasSubstr("glob \"" + glob + "\"")));
+  }
+  for (const auto& [glob, out] : std::vector<std::pair<std::string, std::string>>{
+           {"*.txt", "src"}, {"**", "src/.out"}, {"texts", "src"}}) {
+    EXPECT_FALSE(run(one_component(glob), 1, 0, 1, out)[0].kept) << glob;
+    EXPECT_TRUE(run(one_component(glob), 1, 0, 1, out)[0].kept) << glob;
+    std::filesystem::remove_all(root_ / (out + "/c"));
+    std::filesystem::remove(root_ / (out + "/" + kRecipeName));
+  }
+}
+
+TEST_F(BuildTest, OnlyFilesOfOurNamesAreReplaced) {
+  source("a.txt", std::string(20, 'a'));
+  run(one_component("a.txt", "shard_tokens: 3"));
+  const std::vector<std::string> others = {
+      "shard-00001.jsonl",    "shard-00000.tokens",     "shard-0000001.tokens",
+      "shard-00000x.tokens",  "shard-000001.tokens.gz", "notes.partial",
+      "bad_documents.txt.gz", "shard-.tokens",          "recipe.textproto"};
+  for (const std::string& name : others) write_file(root_ / ("out/c/" + name), name);
+  write_file(root_ / "out/c/shard-000009.tokens.partial", "ours");
+  EXPECT_FALSE(run(one_component("a.txt"))[0].kept);
+  for (const std::string& name : others) EXPECT_EQ(read_file(root_ / ("out/c/" + name)), name);
+  EXPECT_EQ(files_below(root_ / "out/c").size(), others.size() + 2);
+}
+
+TEST_F(BuildTest, AFolderThatABuildDidntMakeIsKept) {
+  source("a.txt", "a");
+  const Recipe recipe = one_component("a.txt");
+  write_file(root_ / "out/c/notes.txt", "mine");
+  EXPECT_EQ(refusal(ExitCode::kCheckpoint, recipe, "out"),
+            root_ / "out/c" +
+                " holds files that data build didn't make (notes.txt); choose another --out or "
+                "move them");
+  std::filesystem::remove(root_ / "out/c/notes.txt");
+  // Neither a text of that name nor another program's manifest is ours.
+  write_file(root_ / "out/c/manifest.textproto", "mine");
+  EXPECT_THAT(refusal(ExitCode::kCheckpoint, recipe, "out"), HasSubstr("(manifest.textproto)"));
+  write_component(root_ / "out", "c", {1, 2, 3}, {3});
+  EXPECT_THAT(refusal(ExitCode::kCheckpoint, recipe, "out"), HasSubstr("(manifest.textproto)"));
+  std::filesystem::remove_all(root_ / "out/c");
+  write_file(root_ / "out/c/.hidden", "");
+  write_file(root_ / "out/c/shard-000000.tokens.partial", "");
+  EXPECT_FALSE(run(recipe)[0].kept);
+}
+
+TEST_F(BuildTest, ARecipeThatABuildDidntLeaveIsKept) {
+  source("a.txt", "a");
+  const Recipe recipe = one_component("a.txt");
+  const Recipe other = one_component("a.txt", "seed: 9");
+  for (const std::string& text : {std::string("mine"), other.text}) {
+    write_file(root_ / "out/recipe.textproto", text);
+    EXPECT_EQ(refusal(ExitCode::kCheckpoint, recipe, "out"),
+              root_ / "out" +
+                  " holds files that data build didn't make (recipe.textproto); choose another "
+                  "--out or move them");
+  }
+  run(other);
+  run(recipe);
+  EXPECT_EQ(read_file(root_ / "out/recipe.textproto"), recipe.text);
+  write_file(root_ / "out/recipe.textproto", "mine");
+  refusal(ExitCode::kCheckpoint, recipe, "out");
+}
+
 // 37 sources of very uneven size, in three components of text, JSONL and archives.
 class ManySources : public BuildTest {
  protected:
@@ -456,7 +567,7 @@ TEST_F(BuildTest, AnUnusableFolderIsAnErrorOfTheDisk) {
   write_file(root_ / "out", "a file");
   const Thrown thrown = thrown_by([&] { run(one_component("a.txt")); });
   EXPECT_EQ(thrown.code, ExitCode::kCheckpoint);
-  EXPECT_THAT(thrown.message, HasSubstr(root_ / "out"));
+  EXPECT_EQ(thrown.message, root_ / "out" + " is a file; choose another --out");
 }
 
 TEST_F(BuildTest, TwoBuildsOfOneComponentDontMix) {

@@ -277,7 +277,7 @@ def test_folders_that_cannot_be_written():
 
     refused("long name", h.new_folder("x" * 300), ["File name too long; choose a shorter path"])
     h.write(h.FOLDER + "/file", "")
-    refused("file in its place", h.FOLDER + "/file/run", ["can't be made: Not a directory"])
+    refused("file in its place", h.FOLDER + "/file/run", ["/file is a file; choose another --run-dir"])
     folder = h.new_folder("root-owns")
     os.makedirs(folder)
     os.chmod(h.FOLDER, 0o755)

@@ -163,7 +163,6 @@ OVERRIDES = [
     ("optim.learning_rate=1e-3x", "expected a number, got 1e-3x"),
     ("optim.learning_rate 1", "expected path=value"),
     ("=", "expected a field path"),
-    ("", "expected path=value"),
     ("optim.learning_rate=" + LONG_LINE, "expected a number, got xxx"),
     (LONG_LINE + "=1", "there is no field xxx"),
     ("a." * 30000 + "b=1", "there is no field a here"),
@@ -273,6 +272,58 @@ def test_texts_that_other_systems_write():
     refused(path, 2, f"{path}:{line_number(path, 'widht')}: model.widht: ")
 
 
+def test_values_that_are_empty():
+    """As `--out $OUT` is where the variable isn't set: a path that is empty would be the root folder."""
+    commands = {"train": ["--config", "--run-dir", "--resume", "--allow-change", "--set"],
+                "plan": ["--config", "--set", "--ranks", "--memory"],
+                "data build": ["--recipe", "--sources", "--out", "--threads"],
+                "data stream": ["--recipe", "--data", "--to"],
+                "data locate": ["--recipe", "--data", "--sample"],
+                "tokenize": ["--tokenizer"],
+                "audit": ["--config", "--checkpoint", "--out"],
+                "profile": ["--config", "--out", "--mixers"],
+                "probe id": ["--checkpoint", "--config", "--svg"],
+                "probe allocate": ["--profile", "--width"]}
+    positional = {"data verify": "D", "data inspect": "D", "ckpt ls": "DIR", "ckpt verify": "PATH"}
+    for command, options in commands.items():
+        for option in options:
+            line = one_line([h.TESSERA, *command.split(), option, ""], 2, f"{option}: is empty; ")
+            assert "--help" in line, line
+    for command, name in positional.items():
+        one_line([h.TESSERA, *command.split(), ""], 2, f"{name}: is empty; ")
+    one_line([h.TESSERA, "data", "build", "--out", ""], 2, "--out: is empty; ", 2)
+
+
+def test_numbers_that_dont_fit():
+    large = str(1 << 63)
+    for command, option in (("data stream", "--from"), ("data stream", "--to"),
+                            ("data locate", "--sample")):
+        for number in (large, "-" + large + "0", "9" * 20, "0x" + "f" * 17):
+            one_line([h.TESSERA, *command.split(), option, number], 2,
+                     [f"{option}: ", "to 9223372036854775807, is " + number])
+    for command, option in (("plan", "--memory"), ("plan", "--match"), ("audit", "--seed"),
+                            ("probe id", "--seed")):
+        one_line([h.TESSERA, *command.split(), option, large], 2,
+                 [f"{option}: ", "9223372036854775807"])
+    # Where the range is smaller it is the range that is said.
+    for command, option in (("data build", "--threads"), ("plan", "--ranks"), ("audit", "--length"),
+                            ("profile", "--lengths"), ("profile", "--repeats"),
+                            ("probe id", "--tokens"), ("probe allocate", "--width")):
+        one_line([h.TESSERA, *command.split(), option, "9" * 20], 2, [f"{option}: ", "9" * 20])
+
+
+def test_files_in_the_place_of_folders():
+    file = h.FOLDER + "/a-file"
+    h.write(file, "mine")
+    recipe, sources = h.make_data() + "/recipe.textproto", h.make_data() + "/sources"
+    for path in (file, file + "/below"):
+        one_line([h.TESSERA, "data", "build", "--recipe", recipe, "--sources", sources, "--out",
+                  path], 4, f"{file} is a file; choose another --out")
+        one_line([h.TESSERA, "train", "--config", h.make_config(4), "--run-dir", path], 4,
+                 f"{file} is a file; choose another --run-dir")
+    assert text_of(file) == "mine"
+
+
 def test_models_that_no_machine_holds():
     good = h.make_config(4)
     for sets in (["model.width=1048576", "model.vocabulary=2147483647"],
@@ -296,6 +347,7 @@ RECIPES = [
     ('weight: "2"', f'weight: "{LONG_LINE}"', "component[0].weight: expected a decimal"),
     ('weight: "2"', 'held_out_windows: 3', "held_out_windows"),
     ('name: "prose"', 'name: "../prose"', "component[0].name: expected letters"),
+    ('name: "prose"', 'name: "recipe.textproto"', "is a file that data build writes"),
     ('name: "prose"', 'name: "code"', 'component[1].name: "code" is there twice'),
     ('sequence_length: 48', 'sequence_length: 0', "sequence_length: expected a number from 1"),
     ('sequence_length: 48', 'sequence_length: -48', "sequence_length: expected a number from 1"),
@@ -753,6 +805,41 @@ def test_tokenize_says_where_its_input_is_wrong():
         lines = done.stderr.decode().splitlines()
         assert done.returncode == 3 and len(lines) == 1 and words in lines[0], (flags, done)
     check_memory()
+
+
+def test_tokenize_reads_standard_input_only():
+    tokenize = [h.TESSERA, "tokenize", "--tokenizer", "byte"]
+    for flags in ([], ["--decode"], ["--jsonl"]):
+        for given, words in (("</tmp", "is a folder"), ("<&-", "can't be read")):
+            one_line(["bash", "-c", f'exec "$@" {given}', "-"] + tokenize + flags, 3,
+                     "standard input: " + words)
+    for command in (tokenize, tokenize[:2]):
+        one_line(command + ["some.txt"], 2,
+                 "not expected: some.txt: the text comes on standard input")
+
+
+def test_B06_a_build_never_replaces_what_it_didnt_make():
+    """Sources below a component's folder, patterns that match what is built, others' files."""
+    folder = h.new_folder("mine")
+    os.makedirs(folder + "/code")
+    for name in ("code/shard-00001.jsonl", "code/notes.partial", "code/bad_documents.txt"):
+        h.write(f"{folder}/{name}", '{"text": "mine"}')
+    recipe = h.FOLDER + "/mine.textproto"
+
+    def build(glob, out, code, words, ranks=0):
+        h.write(recipe, 'tokenizer: "byte" sequence_length: 8 total_tokens: 8000\n'
+                f'component {{ name: "code" weight: "1" source {{ glob: "{glob}" }} }}\n')
+        before = contents(folder)
+        one_line([h.TESSERA, "data", "build", "--recipe", recipe, "--sources", folder, "--out",
+                  out], code, words, ranks)
+        assert contents(folder) == before
+
+    for ranks in (0, 2):
+        build("code/*.jsonl", folder, 2, [f"{folder}/code: holds sources", "another --out"], ranks)
+        build("**", folder + "/out", 2, [f"{folder}/out: what data build writes"], ranks)
+    os.makedirs(folder + "/.out/code")
+    h.write(folder + "/.out/code/notes", "mine")
+    build("**", folder + "/.out", 4, ["didn't make (notes)", "another --out"], 2)
 
 
 if __name__ == "__main__":
