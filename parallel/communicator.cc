@@ -97,6 +97,10 @@ MPI_Op operation_of(Reduction reduction) {
 }  // namespace
 
 MpiSession::MpiSession(int* argc, char*** argv) {
+  // Open MPI guards shared file pointers, which nobody here uses, by a semaphore of the host that
+  // has the file's bare name: one that a killed rank held would stop every later job that saves
+  // that step.
+  setenv("OMPI_MCA_sharedfp", "^sm", 0);
   const Meeting meeting;
   int provided = MPI_THREAD_SINGLE;
   MPI_Init_thread(argc, argv, MPI_THREAD_FUNNELED, &provided);

@@ -2,6 +2,7 @@
 start elsewhere, a folder of two runs. Each ends in time with a word about who and
 where, leaves nothing half under a final name, and the next start goes on to the unbroken run's
 files."""
+import ctypes
 import glob
 import hashlib
 import os
@@ -257,6 +258,20 @@ def test_data_that_is_cut_short_in_mid_run():
 
 
 # Folders.
+
+
+def test_what_a_killed_rank_held_on_the_host_holds_nobody_up():
+    # Open MPI's own, by the name of the file that is saved.
+    c = ctypes.CDLL(None)
+    name = b"/OMPIO_step-00000002.h5.partial"
+    c.sem_unlink(name)
+    assert c.sem_open(name, os.O_CREAT, 0o600, 0)
+    folder = h.new_folder("held")
+    try:
+        h.train(config(), folder, 2, timeout=60)
+    finally:
+        c.sem_unlink(name)
+    h.assert_same_run(folder, h.unbroken_run(config()))
 
 
 def test_ranks_in_different_folders():
