@@ -416,8 +416,8 @@ std::int64_t bytes_needed(const CheckpointMeta& meta,
   return bytes;
 }
 
-// The step of "step-00000100.h5" or, with `partial`, of a leftover: its .partial, or the
-// .partial-*.lock that Open MPI puts beside that when the ranks are on several hosts.
+// The step of "step-00000100.h5" or, with `partial`, of a leftover: its .partial, or one of the
+// files that Open MPI puts beside that while it is open.
 std::optional<std::int64_t> step_of(const std::string& name, bool& partial) {
   constexpr const char* kPrefix = "step-";
   std::string stem = name.substr(0, name.find(kPartial));

@@ -62,6 +62,7 @@ class Run:
     """A run that stands still in a phase."""
 
     def __init__(self, name, phase, launcher, ranks=2):
+        self.ranks = ranks
         self.folder = h.new_folder(name.replace(" ", "-"))
         self.gate = self.folder + ".gate"
         self.acknowledged = self.folder + ".seen"
@@ -95,6 +96,11 @@ class Run:
     def started(self):
         with h.background(self.command, env=self.environment) as self.process:
             self.wait_for(lambda: os.path.exists(self.gate + ".held"), "the phase")
+            # One rank stands still there; the others may not even have their handlers yet, as
+            # launch/run would see.
+            for rank in range(self.ranks):
+                self.wait_for(lambda: catches(rank_below(self.process.pid, rank), signal.SIGUSR1),
+                              "the handlers")
             yield self
 
     def send(self, target, name):
