@@ -3,6 +3,7 @@ start elsewhere, a folder of two runs. Each ends in time with a word about who a
 where, leaves nothing half under a final name, and the next start goes on to the unbroken run's
 files."""
 import ctypes
+import fcntl
 import glob
 import hashlib
 import os
@@ -55,9 +56,24 @@ def of_folder(folder):
     return found
 
 
+def is_locked(folder):
+    """By a process that has no command line any more, too: one that is ending."""
+    if not os.path.isdir(folder):
+        return False
+    file = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(file)
+    return False
+
+
 def wait_for_end(folder):
     start = time.time()
-    h.wait_until(lambda: not of_folder(folder), LIMIT, f"the end of {of_folder(folder)}")
+    h.wait_until(lambda: not of_folder(folder) and not is_locked(folder), LIMIT,
+                 f"the end of {of_folder(folder)}")
     return time.time() - start
 
 
