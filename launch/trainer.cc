@@ -239,8 +239,7 @@ bool Trainer::resume_from(const std::string& path, const ResumeOptions& resume, 
     engine_->weights_changed();
   } catch (const AgreedError& error) {
     if (!may_skip || error.code() != ExitCode::kCheckpoint) throw;
-    const std::string what = error.what();
-    say("skipping " + (what.starts_with(path) ? what : path + ": " + what));
+    say("skipping " + path + ": " + error.what());
     return false;
   }
   steps_done_ = meta.step;
