@@ -156,33 +156,82 @@ void sync_folder(const std::string& folder) {
   if (code != 0 && code != EINVAL) throw checkpoint_error(folder, "synced", code);
 }
 
-// Brings what this rank's host holds of the file to the disk, piece by piece, so that a slow disk
-// is seen to move.
-void sync_checkpoint(const std::string& path, Activity* activity) {
-  const int file = ::open(path.c_str(), O_RDONLY | O_CLOEXEC);
-  if (file < 0) throw checkpoint_error(path, "opened", errno);
+// A file that is open, for as long as this lives.
+class OpenFile {
+ public:
+  OpenFile(std::string path, int flags) : path_(std::move(path)) {
+    file_ = ::open(path_.c_str(), flags | O_CLOEXEC, 0666);
+    if (file_ < 0) {
+      throw checkpoint_error(path_, (flags & O_CREAT) != 0 ? "created" : "opened", errno);
+    }
+  }
+  ~OpenFile() { ::close(file_); }
+  OpenFile(const OpenFile&) = delete;
+  OpenFile& operator=(const OpenFile&) = delete;
+
+  int get() const { return file_; }
+  const std::string& path() const { return path_; }
+
+  // Writes all of the bytes from byte `at` on: what is interrupted or falls short is gone on with.
+  // Returns an errno, 0 when it is done.
+  int write(const void* data, std::int64_t bytes, std::int64_t at) const {
+    // A client of a network file system may round a write to whole pages, over what another host
+    // wrote into its part of them, but not while it holds a lock. Nobody else locks this range, and
+    // a file system without locks has no such pages.
+    lock(F_WRLCK, at, bytes);
+    int code = 0;
+    for (const char* next = static_cast<const char*>(data); bytes > 0 && code == 0;) {
+      const ssize_t put = ::pwrite(file_, next, static_cast<std::size_t>(bytes), at);
+      if (put < 0 && errno != EINTR) code = errno;
+      if (put == 0) code = EIO;
+      if (put <= 0) continue;
+      next += put;
+      at += put;
+      bytes -= put;
+    }
+    lock(F_UNLCK, 0, 0);
+    return code;
+  }
+
+ private:
+  void lock(int how, std::int64_t at, std::int64_t bytes) const {
+    struct flock range = {};
+    range.l_type = static_cast<short>(how);
+    range.l_whence = SEEK_SET;
+    range.l_start = at;
+    range.l_len = bytes;
+    ::fcntl(file_, F_OFD_SETLK, &range);
+  }
+
+  std::string path_;
+  int file_ = -1;
+};
+
+// Brings what this host holds of the file to the disk, piece by piece, so that a slow disk is seen
+// to move.
+void sync_checkpoint(const OpenFile& file, Activity* activity) {
   struct stat status = {};
-  int code = ::fstat(file, &status) == 0 ? 0 : errno;
+  int code = ::fstat(file.get(), &status) == 0 ? 0 : errno;
   for (off64_t at = 0; at < status.st_size && code == 0; at += kChecksumBytes) {
     if (activity != nullptr) {
       activity->set("sync checkpoint", "the MiB from " + std::to_string(at >> 20));
     }
-    const bool done = ::sync_file_range(file, at, kChecksumBytes,
+    const bool done = ::sync_file_range(file.get(), at, kChecksumBytes,
                                         SYNC_FILE_RANGE_WAIT_BEFORE | SYNC_FILE_RANGE_WRITE |
                                             SYNC_FILE_RANGE_WAIT_AFTER) == 0;
     // Not every file system has ranges.
     if (!done && (errno == EINVAL || errno == ENOSYS || errno == ESPIPE)) break;
     if (!done && errno != EINTR) code = errno;
   }
-  if (code == 0) code = sync_file(file);
-  ::close(file);
-  if (code != 0) throw checkpoint_error(path, "written", code);
+  if (code == 0) code = sync_file(file.get());
+  if (code != 0) throw checkpoint_error(file.path(), "written", code);
 }
 
 // Makes sure that `bytes` fit in the file, without changing its size.
-void reserve(int file, const std::string& path, std::int64_t bytes) {
+void reserve(const OpenFile& file, std::int64_t bytes) {
   const auto lack = [&](const std::string& why) {
-    throw Error(ExitCode::kCheckpoint, "checkpoint " + path + " needs " + std::to_string(bytes) +
+    throw Error(ExitCode::kCheckpoint, "checkpoint " + file.path() + " needs " +
+                                           std::to_string(bytes) +
                                            " bytes, which can't be had: " + why);
   };
   // fallocate that keeps the size doesn't look at this limit, writing does.
@@ -194,12 +243,12 @@ void reserve(int file, const std::string& path, std::int64_t bytes) {
   }
   int result = 0;
   do {
-    result = ::fallocate(file, FALLOC_FL_KEEP_SIZE, 0, bytes);
+    result = ::fallocate(file.get(), FALLOC_FL_KEEP_SIZE, 0, bytes);
   } while (result != 0 && errno == EINTR);
   if (result == 0) return;
   if (errno != EOPNOTSUPP && errno != ENOSYS) lack(disk_reason(errno));
   struct statvfs space = {};
-  if (::fstatvfs(file, &space) == 0 &&
+  if (::fstatvfs(file.get(), &space) == 0 &&
       static_cast<std::int64_t>(space.f_bavail) * static_cast<std::int64_t>(space.f_frsize) <
           bytes) {
     lack(disk_reason(ENOSPC));
@@ -221,23 +270,16 @@ void on_first_rank(Communicator& communicator, const char* unit, const Work& wor
   if (!error.empty()) throw Error(ExitCode::kCheckpoint, error);
 }
 
-// One checkpoint being written. From the moment that HDF5 has the file open, a failure ends the
-// job: closing a file after a failed write crashes or hangs.
-class Writer {
+// A checkpoint's file but for the bytes of its f32 arrays. Made in memory by rank 0.
+class Structure {
  public:
-  Writer(Communicator& communicator, std::string path, std::int64_t step,
-         const CheckpointOptions& options)
-      : communicator_(communicator), path_(std::move(path)), step_(step), options_(options) {}
-
-  void open(const CheckpointMeta& meta, const std::vector<const CheckpointArray*>& arrays,
+  Structure(const CheckpointMeta& meta, const std::vector<const CheckpointArray*>& arrays,
             const std::vector<std::vector<std::uint32_t>>& checksums) {
     const Handle create(H5Pcreate(H5P_FILE_CREATE), H5Pclose);
     require(H5Pset_obj_track_times(create.get(), false) >= 0, "set up");
-    const Handle access(H5Pcreate(H5P_FILE_ACCESS), H5Pclose);
-    require(H5Pset_fapl_mpio(access.get(), communicator_.handle(), MPI_INFO_NULL) >= 0 &&
-                H5Pset_libver_bounds(access.get(), H5F_LIBVER_V110, H5F_LIBVER_V110) >= 0,
-            "set up");
-    file_ = Handle(H5Fcreate(path_.c_str(), H5F_ACC_TRUNC, create.get(), access.get()), H5Fclose);
+    const Handle access = memory_.access();
+    require(H5Pset_libver_bounds(access.get(), H5F_LIBVER_V110, H5F_LIBVER_V110) >= 0, "set up");
+    file_ = Handle(H5Fcreate("checkpoint", H5F_ACC_TRUNC, create.get(), access.get()), H5Fclose);
     require(file_.valid(), "created");
 
     std::set<std::string> groups{"params", "adamw", "state", "meta", "meta/checksums"};
@@ -261,97 +303,71 @@ class Writer {
       require(made.valid(), "extended by group " + group);
     }
 
-    const Handle data_create(H5Pcreate(H5P_DATASET_CREATE), H5Pclose);
-    require(H5Pset_obj_track_times(data_create.get(), false) >= 0 &&
-                H5Pset_layout(data_create.get(), H5D_CONTIGUOUS) >= 0 &&
-                H5Pset_alloc_time(data_create.get(), H5D_ALLOC_TIME_EARLY) >= 0 &&
-                H5Pset_fill_time(data_create.get(), H5D_FILL_TIME_NEVER) >= 0,
+    data_create_ = Handle(H5Pcreate(H5P_DATASET_CREATE), H5Pclose);
+    require(H5Pset_obj_track_times(data_create_.get(), false) >= 0 &&
+                H5Pset_layout(data_create_.get(), H5D_CONTIGUOUS) >= 0 &&
+                H5Pset_alloc_time(data_create_.get(), H5D_ALLOC_TIME_EARLY) >= 0 &&
+                H5Pset_fill_time(data_create_.get(), H5D_FILL_TIME_NEVER) >= 0,
             "set up");
-    const auto add = [&](const std::string& name, hid_t type, const Shape& shape) {
-      const Handle space = hdf5::space_of(shape);
-      Handle dataset(H5Dcreate2(file_.get(), name.c_str(), type, space.get(), H5P_DEFAULT,
-                                data_create.get(), H5P_DEFAULT),
-                     H5Dclose);
-      require(dataset.valid(), "extended by array " + name);
-      return dataset;
-    };
-    for (std::size_t i = 0; i < arrays.size(); ++i) {
-      data_.push_back(add(arrays[i]->name, H5T_IEEE_F32LE, arrays[i]->shape));
+    for (const CheckpointArray* array : arrays) {
+      Handle dataset = add(array->name, H5T_IEEE_F32LE, array->shape);
+      const haddr_t place = H5Dget_offset(dataset.get());
+      require(dataset.close() && (place != HADDR_UNDEF || array->shape.count() == 0),
+              "extended by array " + array->name);
+      places_.push_back(static_cast<std::int64_t>(place));
     }
     for (const auto& [name, value] : meta.state) {
-      state_.push_back(add("state/" + name, H5T_STD_I64LE, Shape{}));
+      write("state/" + name, H5T_STD_I64LE, Shape{}, H5T_NATIVE_INT64, &value);
     }
     for (std::size_t i = 0; i < arrays.size(); ++i) {
-      data_checksums_.push_back(add("meta/checksums/" + arrays[i]->name, H5T_STD_U32LE,
-                                    Shape{static_cast<std::int64_t>(checksums[i].size())}));
+      write("meta/checksums/" + arrays[i]->name, H5T_STD_U32LE,
+            Shape{static_cast<std::int64_t>(checksums[i].size())}, H5T_NATIVE_UINT32,
+            checksums[i].data());
     }
-    for (const auto& [name, value] : meta.state) {
-      state_checksums_.push_back(add("meta/checksums/state/" + name, H5T_STD_U32LE, Shape{1}));
-    }
-    write_attributes(meta);
-  }
-
-  // Each rank for itself: a flat stretch of an array is one of the file, so collective transfers
-  // win nothing, and Open MPI 4.1 doesn't report their errors (a full disk left holes in the file,
-  // or hung).
-  void write_arrays(const std::vector<const CheckpointArray*>& arrays) {
-    for (std::size_t i = 0; i < arrays.size(); ++i) {
-      const Handle file_space = hdf5::space_of(arrays[i]->shape);
-      for (const CheckpointArray::Part& part : transfers(*arrays[i], options_.transfer_bytes)) {
-        if (communicator_.activity() != nullptr) {
-          communicator_.activity()->set("write checkpoint",
-                                        arrays[i]->name + " from " + std::to_string(part.begin));
-        }
-        const Handle memory_space = hdf5::space_of(Shape{part.end - part.begin});
-        require(hdf5::select_flat(file_space, arrays[i]->shape, part.begin, part.end) &&
-                    H5Dwrite(data_[i].get(), H5T_NATIVE_FLOAT, memory_space.get(), file_space.get(),
-                             H5P_DEFAULT, part.data) >= 0,
-                "written at array " + arrays[i]->name);
-      }
-    }
-  }
-
-  // Rank 0 alone.
-  void write_state(const CheckpointMeta& meta,
-                   const std::vector<std::vector<std::uint32_t>>& checksums) {
-    if (communicator_.rank() != 0) return;
-    const auto write = [&](const Handle& dataset, hid_t type, const void* values) {
-      require(H5Dwrite(dataset.get(), type, H5S_ALL, H5S_ALL, H5P_DEFAULT, values) >= 0,
-              "written at its state and checksums");
-    };
-    for (std::size_t i = 0; i < checksums.size(); ++i) {
-      write(data_checksums_[i], H5T_NATIVE_UINT32, checksums[i].data());
-    }
-    std::size_t i = 0;
     for (const auto& [name, value] : meta.state) {
       const std::uint32_t checksum = hdf5::crc_of(0, &value, sizeof(value));
-      write(state_[i], H5T_NATIVE_INT64, &value);
-      write(state_checksums_[i], H5T_NATIVE_UINT32, &checksum);
-      ++i;
+      write("meta/checksums/state/" + name, H5T_STD_U32LE, Shape{1}, H5T_NATIVE_UINT32, &checksum);
     }
+    write_attributes(meta);
+    require(file_.close(), "closed");
   }
+  // The byte of the file at which each array starts.
+  const std::vector<std::int64_t>& places() const { return places_; }
 
-  void close() {
-    bool closed = true;
-    for (std::vector<Handle>* handles : {&data_, &state_, &data_checksums_, &state_checksums_}) {
-      for (Handle& handle : *handles) closed = handle.close() && closed;
+  // Throws where it can't be written.
+  void copy_to(const OpenFile& file) const {
+    int code = ::ftruncate(file.get(), memory_.bytes()) == 0 ? 0 : errno;
+    for (const auto& [at, content] : memory_.stretches()) {
+      if (code == 0) code = file.write(content.data(), std::ssize(content), at);
     }
-    require(closed && file_.close(), "closed");
+    if (code != 0) throw checkpoint_error(file.path(), "written", code);
   }
 
  private:
-  void require(bool done, const std::string& what) {
+  static void require(bool done, const std::string& what) {
     if (done) return;
-    std::fprintf(
-        stderr,
-        "tessera: rank %d on %s, step %lld: checkpoint %s can't be %s: %s; make room or check "
-        "the disk and start again, the checkpoints before it stand\n",
-        communicator_.rank(), communicator_.host().c_str(), static_cast<long long>(step_),
-        path_.c_str(), what.c_str(), hdf5::reason().c_str());
-    MpiSession::abort(ExitCode::kCheckpoint);
+    throw Error(ExitCode::kCheckpoint, "checkpoint: its structure can't be " + what +
+                                           " in memory by HDF5: " + hdf5::reason());
   }
 
-  void write_attributes(const CheckpointMeta& meta) {
+  Handle add(const std::string& name, hid_t type, const Shape& shape) const {
+    const Handle space = hdf5::space_of(shape);
+    Handle dataset(H5Dcreate2(file_.get(), name.c_str(), type, space.get(), H5P_DEFAULT,
+                              data_create_.get(), H5P_DEFAULT),
+                   H5Dclose);
+    require(dataset.valid(), "extended by array " + name);
+    return dataset;
+  }
+
+  void write(const std::string& name, hid_t type, const Shape& shape, hid_t type_in_memory,
+             const void* values) const {
+    Handle dataset = add(name, type, shape);
+    require(H5Dwrite(dataset.get(), type_in_memory, H5S_ALL, H5S_ALL, H5P_DEFAULT, values) >= 0 &&
+                dataset.close(),
+            "written at array " + name);
+  }
+
+  void write_attributes(const CheckpointMeta& meta) const {
     const Handle group(H5Gopen2(file_.get(), "meta", H5P_DEFAULT), H5Gclose);
     const Handle scalar(H5Screate(H5S_SCALAR), H5Sclose);
     std::map<std::string, std::int64_t> numbers = meta.numbers;
@@ -377,13 +393,31 @@ class Writer {
     }
   }
 
-  Communicator& communicator_;
-  std::string path_;
-  std::int64_t step_;
-  const CheckpointOptions& options_;
-  Handle file_;
-  std::vector<Handle> data_, state_, data_checksums_, state_checksums_;
+  hdf5::MemoryFile memory_;
+  Handle file_, data_create_;
+  std::vector<std::int64_t> places_;
 };
+
+// Each rank for itself: its parts of the arrays, which start at the bytes `places` of the file.
+void write_arrays(const Communicator& communicator, const OpenFile& file,
+                  const std::vector<const CheckpointArray*>& arrays,
+                  const std::vector<std::int64_t>& places, std::int64_t transfer_bytes) {
+  for (std::size_t i = 0; i < arrays.size(); ++i) {
+    for (const CheckpointArray::Part& part : transfers(*arrays[i], transfer_bytes)) {
+      if (communicator.activity() != nullptr) {
+        communicator.activity()->set("write checkpoint",
+                                     arrays[i]->name + " from " + std::to_string(part.begin));
+      }
+      const int code = file.write(part.data, (part.end - part.begin) * kElement,
+                                  places[i] + part.begin * kElement);
+      if (code == 0) continue;
+      throw checkpoint_error(file.path(),
+                             "written at array " + arrays[i]->name + " by rank " +
+                                 std::to_string(communicator.rank()) + " on " + communicator.host(),
+                             code);
+    }
+  }
+}
 
 // What is to be the same on all ranks, for creation is collective with identical arguments.
 std::uint32_t description(const std::string& folder, const CheckpointMeta& meta,
@@ -479,6 +513,55 @@ CheckpointMeta check_structure(const hdf5::CheckpointFile& file) {
   return meta;
 }
 
+void pause(const CheckpointOptions& options) { std::this_thread::sleep_for(options.pause); }
+
+// Collective. The whole file, on the disk, but under a name that isn't final. Throws the same on
+// all ranks.
+void write_partial(Communicator& communicator, const std::string& path, const CheckpointMeta& meta,
+                   const std::vector<const CheckpointArray*>& arrays,
+                   const std::vector<std::vector<std::uint32_t>>& checksums,
+                   const CheckpointOptions& options) {
+  on_first_rank(communicator, "checkpoint space", [&] {
+    // The file's size stays 0, so that nothing is cut off and the space stays reserved.
+    reserve(OpenFile(path, O_CREAT | O_TRUNC | O_WRONLY), bytes_needed(meta, arrays));
+  });
+  pause(options);
+  std::vector<std::int64_t> places(arrays.size());
+  on_first_rank(communicator, "checkpoint structure", [&] {
+    const Structure structure(meta, arrays, checksums);
+    structure.copy_to(OpenFile(path, O_WRONLY));
+    places = structure.places();
+  });
+  communicator.broadcast("checkpoint structure", std::as_writable_bytes(std::span(places)), 0);
+  pause(options);
+  std::string error;
+  try {
+    const OpenFile file(path, O_WRONLY);
+    write_arrays(communicator, file, arrays, places, options.transfer_bytes);
+    pause(options);
+    sync_checkpoint(file, communicator.activity());
+  } catch (const Error& caught) {
+    error = caught.what();
+  }
+  communicator.agree("checkpoint", ExitCode::kCheckpoint, error);
+  pause(options);
+  on_first_rank(communicator, "checkpoint structure", [&] {
+    // What HDF5 made by itself is read back.
+    if (check_structure(hdf5::CheckpointFile(path)) != meta) {
+      throw Error(ExitCode::kCheckpoint, "checkpoint " + path +
+                                             " doesn't say what was written; check the disk and "
+                                             "start again");
+    }
+    const OpenFile file(path, O_WRONLY);
+    struct stat status = {};
+    // Gives back what was reserved past the end.
+    if (::fstat(file.get(), &status) != 0 || ::ftruncate(file.get(), status.st_size) != 0) {
+      throw checkpoint_error(path, "closed", errno);
+    }
+    sync_checkpoint(file, communicator.activity());
+  });
+}
+
 }  // namespace
 
 std::string checkpoint_name(std::int64_t step) {
@@ -497,7 +580,6 @@ std::string write_checkpoint(Communicator& communicator, const std::string& fold
   const std::int64_t same = description(folder, meta, order);
   TESSERA_CHECK(communicator.all_reduce("checkpoint arguments", Reduction::kMin, same) ==
                 communicator.all_reduce("checkpoint arguments", Reduction::kMax, same));
-  const auto pause = [&] { std::this_thread::sleep_for(options.pause); };
 
   std::vector<Fragment> fragments;
   for (std::size_t i = 0; i < order.size(); ++i) {
@@ -513,55 +595,21 @@ std::string write_checkpoint(Communicator& communicator, const std::string& fold
     fs::create_directories(folder, error);
     if (error) throw checkpoint_error(folder, "made", error.value());
     remove_leftovers(folder);
-    const int file = ::open(partial.c_str(), O_CREAT | O_TRUNC | O_WRONLY | O_CLOEXEC, 0666);
-    if (file < 0) throw checkpoint_error(partial, "created", errno);
-    // The file's size stays 0, so HDF5 finds nothing to cut off and the space stays reserved.
-    try {
-      reserve(file, path, bytes_needed(meta, order));
-      ::close(file);
-    } catch (...) {
-      ::close(file);
-      ::unlink(partial.c_str());
-      throw;
-    }
   });
-  pause();
-  {
-    Writer writer(communicator, partial, meta.step, options);
-    writer.open(meta, order, checksums);
-    pause();
-    writer.write_arrays(order);
-    pause();
-    writer.write_state(meta, checksums);
-    writer.close();
-  }
-  pause();
-  std::string error;
   try {
-    sync_checkpoint(partial, communicator.activity());
-  } catch (const Error& caught) {
-    error = caught.what();
+    write_partial(communicator, partial, meta, order, checksums, options);
+    pause(options);
+    on_first_rank(communicator, "checkpoint rename", [&] {
+      if (::rename(partial.c_str(), path.c_str()) != 0) {
+        throw checkpoint_error(path, "put in place", errno);
+      }
+      sync_folder(folder);
+    });
+  } catch (const Error&) {
+    // All ranks are here. It takes room that may be what is lacking.
+    if (communicator.rank() == 0) ::unlink(partial.c_str());
+    throw;
   }
-  communicator.agree("checkpoint sync", ExitCode::kCheckpoint, error);
-  on_first_rank(communicator, "checkpoint rename", [&] {
-    // What HDF5 wrote by itself is read back, for MPI-IO was seen to lose errors.
-    if (check_structure(hdf5::CheckpointFile(partial)) != meta) {
-      throw Error(ExitCode::kCheckpoint, "checkpoint " + partial +
-                                             " doesn't say what was written; check the disk and "
-                                             "start again");
-    }
-    struct stat status = {};
-    // Gives back what was reserved past the end.
-    if (::stat(partial.c_str(), &status) != 0 || ::truncate(partial.c_str(), status.st_size) != 0) {
-      throw checkpoint_error(partial, "closed", errno);
-    }
-    sync_checkpoint(partial, communicator.activity());
-    pause();
-    if (::rename(partial.c_str(), path.c_str()) != 0) {
-      throw checkpoint_error(path, "put in place", errno);
-    }
-    sync_folder(folder);
-  });
   return path;
 }
 

@@ -39,7 +39,7 @@ struct CheckpointMeta {
 constexpr std::int64_t kCheckpointFormat = 1;
 
 struct CheckpointOptions {
-  // Largest transfer that HDF5 and MPI-IO are given at once, per rank: the watchdog sees them.
+  // Largest transfer of a rank at once: the watchdog sees them.
   std::int64_t transfer_bytes = std::int64_t{1} << 24;
   // Waited between the phases of a save, so that a test can kill the job there.
   std::chrono::milliseconds pause{0};
@@ -47,10 +47,9 @@ struct CheckpointOptions {
 
 // Collective. Writes folder/step-N.h5 (folder is made; the same string on all ranks): proves that
 // the ranks' parts tile every array, deletes leftovers of saves cut short, reserves the space,
-// writes to .partial, syncs, renames, syncs the folder. Returns the path. A lack of space, found
-// before anything is written, throws on all ranks, the folder is as it was, and the run may go on;
-// so it may when syncing or renaming fails. An HDF5 failure in between aborts the job with
-// kCheckpoint after one line on stderr, since the file can't be closed safely.
+// writes to .partial, syncs, renames, syncs the folder. Rank 0 alone makes the file with HDF5,
+// which says where each array's bytes belong; then each rank writes its own there. Returns the
+// path. Whatever fails throws on all ranks, the folder is as it was, and the run may go on.
 std::string write_checkpoint(Communicator& communicator, const std::string& folder,
                              const CheckpointMeta& meta, std::span<const CheckpointArray> arrays,
                              const CheckpointOptions& options = {});

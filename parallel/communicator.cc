@@ -97,10 +97,6 @@ MPI_Op operation_of(Reduction reduction) {
 }  // namespace
 
 MpiSession::MpiSession(int* argc, char*** argv) {
-  // Nobody here uses MPI-IO's shared file pointers. Of what Open MPI may prepare for them at each
-  // opening, one waits for a semaphore of the host with the file's bare name, which a killed rank
-  // can have left locked, and one for a lock file's writing; this one waits for nothing.
-  setenv("OMPI_MCA_sharedfp", "individual", 0);
   const Meeting meeting;
   int provided = MPI_THREAD_SINGLE;
   MPI_Init_thread(argc, argv, MPI_THREAD_FUNNELED, &provided);

@@ -9,6 +9,7 @@
 #include <cstring>
 #include <filesystem>
 #include <fstream>
+#include <limits>
 #include <string_view>
 
 #include "runtime/error.h"
@@ -72,6 +73,82 @@ extern "C" herr_t keep_attribute(hid_t, const char* name, const H5A_info_t*, voi
   return 0;
 }
 
+// HDF5's driver for MemoryFile: H5FD_t first, as every driver's file has it.
+struct OpenMemoryFile {
+  H5FD_t base{};
+  MemoryFile* file = nullptr;
+  haddr_t end = 0;  // of what HDF5 has handed out
+};
+
+OpenMemoryFile& of(H5FD_t* file) { return *reinterpret_cast<OpenMemoryFile*>(file); }
+const OpenMemoryFile& of(const H5FD_t* file) {
+  return *reinterpret_cast<const OpenMemoryFile*>(file);
+}
+
+extern "C" H5FD_t* open_memory(const char*, unsigned, hid_t access, haddr_t) {
+  auto* opened = new OpenMemoryFile;
+  opened->file = *static_cast<MemoryFile* const*>(H5Pget_driver_info(access));
+  return &opened->base;
+}
+
+extern "C" herr_t close_memory(H5FD_t* file) {
+  delete &of(file);
+  return 0;
+}
+
+extern "C" herr_t query_memory(const H5FD_t*, unsigned long* features) {
+  *features = H5FD_FEAT_AGGREGATE_METADATA | H5FD_FEAT_AGGREGATE_SMALLDATA |
+              H5FD_FEAT_DEFAULT_VFD_COMPATIBLE;
+  return 0;
+}
+
+extern "C" haddr_t end_of_memory(const H5FD_t* file, H5FD_mem_t) { return of(file).end; }
+extern "C" herr_t set_end_of_memory(H5FD_t* file, H5FD_mem_t, haddr_t end) {
+  of(file).end = end;
+  return 0;
+}
+extern "C" haddr_t size_of_memory(const H5FD_t* file, H5FD_mem_t) {
+  return static_cast<haddr_t>(of(file).file->bytes());
+}
+extern "C" herr_t truncate_memory(H5FD_t* file, hid_t, hbool_t) {
+  of(file).file->resize(static_cast<std::int64_t>(of(file).end));
+  return 0;
+}
+
+extern "C" herr_t read_memory(H5FD_t* file, H5FD_mem_t, hid_t, haddr_t at, std::size_t bytes,
+                              void* data) {
+  of(file).file->read(static_cast<std::int64_t>(at), {static_cast<char*>(data), bytes});
+  return 0;
+}
+extern "C" herr_t write_memory(H5FD_t* file, H5FD_mem_t, hid_t, haddr_t at, std::size_t bytes,
+                               const void* data) {
+  of(file).file->write(static_cast<std::int64_t>(at), {static_cast<const char*>(data), bytes});
+  return 0;
+}
+
+hid_t memory_driver() {
+  static const hid_t kDriver = [] {
+    static H5FD_class_t driver{};
+    driver.name = "tessera memory";
+    driver.maxaddr = static_cast<haddr_t>(std::numeric_limits<std::int64_t>::max());
+    driver.fc_degree = H5F_CLOSE_WEAK;
+    driver.fapl_size = sizeof(MemoryFile*);
+    driver.open = open_memory;
+    driver.close = close_memory;
+    driver.query = query_memory;
+    driver.get_eoa = end_of_memory;
+    driver.set_eoa = set_end_of_memory;
+    driver.get_eof = size_of_memory;
+    driver.read = read_memory;
+    driver.write = write_memory;
+    driver.truncate = truncate_memory;
+    constexpr H5FD_mem_t kMap[] = H5FD_FLMAP_DICHOTOMY;
+    std::copy(std::begin(kMap), std::end(kMap), std::begin(driver.fl_map));
+    return H5FDregister(&driver);
+  }();
+  return kDriver;
+}
+
 // What is wrong with the file before HDF5 is let near it; "" where nothing is. The library trusts
 // what stands in a file of an older format, where a checksum guards none of it, as far as to crash;
 // in ours one guards every header, link and attribute. A file says at byte 28 how long it is (HDF5
@@ -122,6 +199,62 @@ std::string reason() {
   return text.empty() ? "no reason given by HDF5" : text;
 }
 
+Handle file_access() {
+  Handle access(H5Pcreate(H5P_FILE_ACCESS), H5Pclose);
+  H5Pset_file_locking(access.get(), false, true);
+  return access;
+}
+
+Handle MemoryFile::access() {
+  Handle access = file_access();
+  MemoryFile* const self = this;
+  H5Pset_driver(access.get(), memory_driver(), &self);
+  return access;
+}
+
+void MemoryFile::read(std::int64_t at, std::span<char> data) const {
+  std::fill(data.begin(), data.end(), '\0');
+  for (std::size_t done = 0; done < data.size();) {
+    const std::int64_t within = at % kPage;
+    const std::size_t count =
+        std::min(data.size() - done, static_cast<std::size_t>(kPage - within));
+    const auto page = pages_.find(at - within);
+    if (page != pages_.end()) {
+      page->second.copy(data.data() + done, count, static_cast<std::size_t>(within));
+    }
+    done += count;
+    at += static_cast<std::int64_t>(count);
+  }
+}
+
+void MemoryFile::write(std::int64_t at, std::span<const char> data) {
+  bytes_ = std::max(bytes_, at + static_cast<std::int64_t>(data.size()));
+  while (!data.empty()) {
+    const std::int64_t within = at % kPage;
+    const std::size_t count = std::min(data.size(), static_cast<std::size_t>(kPage - within));
+    std::string& page = pages_[at - within];
+    page.resize(kPage);
+    page.replace(static_cast<std::size_t>(within), count, data.data(), count);
+    data = data.subspan(count);
+    at += static_cast<std::int64_t>(count);
+  }
+}
+
+std::vector<std::pair<std::int64_t, std::string>> MemoryFile::stretches() const {
+  std::vector<std::pair<std::int64_t, std::string>> joined;
+  for (const auto& [at, page] : pages_) {
+    const std::string_view content =
+        std::string_view(page).substr(0, static_cast<std::size_t>(std::min(kPage, bytes_ - at)));
+    if (!joined.empty() &&
+        joined.back().first + static_cast<std::int64_t>(joined.back().second.size()) == at) {
+      joined.back().second += content;
+    } else {
+      joined.emplace_back(at, content);
+    }
+  }
+  return joined;
+}
+
 Handle space_of(const Shape& shape) {
   if (shape.rank() == 0) return {H5Screate(H5S_SCALAR), H5Sclose};
   std::array<hsize_t, Shape::kMaxRank> extents{};
@@ -164,9 +297,7 @@ CheckpointFile::CheckpointFile(const std::string& path) : path_(path) {
   bytes_ = static_cast<std::int64_t>(std::filesystem::file_size(path, error));
   const std::string fault = fault_of_start(path);
   if (!fault.empty()) fail(fault);
-  const Handle access(H5Pcreate(H5P_FILE_ACCESS), H5Pclose);
-  // Readers need no lock, and on network file systems locks fail or hang.
-  H5Pset_file_locking(access.get(), false, true);
+  const Handle access = file_access();
   file_ = Handle(H5Fopen(path.c_str(), H5F_ACC_RDONLY, access.get()), H5Fclose);
   if (!file_.valid()) fail("is damaged: its header can't be read");
 }

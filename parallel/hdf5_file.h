@@ -5,6 +5,8 @@
 #include <hdf5.h>
 
 #include <cstdint>
+#include <map>
+#include <span>
 #include <string>
 #include <utility>
 #include <vector>
@@ -45,6 +47,31 @@ class Handle {
 void silence();
 // The library's last error, as one line: what was tried and the innermost reason.
 std::string reason();
+
+// How files are opened: without HDF5's own locks, which nobody needs and which fail or hang on
+// network file systems.
+Handle file_access();
+// A file that HDF5 makes in memory: what it never writes, as the bytes of arrays that aren't
+// filled, takes no room. HDF5 crashes or hangs once a write to a disk has failed; here none fails.
+class MemoryFile {
+ public:
+  // For H5Fcreate, whose handle must not outlive this.
+  Handle access();
+  // Of the closed file.
+  std::int64_t bytes() const { return bytes_; }
+  // What was written, in order: first byte and content of each stretch.
+  std::vector<std::pair<std::int64_t, std::string>> stretches() const;
+
+  // For HDF5's driver.
+  void read(std::int64_t at, std::span<char> data) const;
+  void write(std::int64_t at, std::span<const char> data);
+  void resize(std::int64_t bytes) { bytes_ = bytes; }
+
+ private:
+  static constexpr std::int64_t kPage = 4096;
+  std::map<std::int64_t, std::string> pages_;  // by first byte
+  std::int64_t bytes_ = 0;
+};
 
 // A dataspace of the shape, all of it selected.
 Handle space_of(const Shape& shape);

@@ -277,7 +277,7 @@ def test_data_that_is_cut_short_in_mid_run():
 
 
 def test_what_a_killed_rank_held_on_the_host_holds_nobody_up():
-    # Open MPI's own, by the name of the file that is saved.
+    # What Open MPI locks where a file is opened by MPI-IO, by the bare name of what is saved.
     c = ctypes.CDLL(None)
     name = b"/OMPIO_step-00000002.h5.partial"
     c.sem_unlink(name)

@@ -235,6 +235,14 @@ int truncate(const char* path, off_t size) noexcept {
   return judge("truncate", path).error != 0 ? -1 : NEXT(truncate)(path, size);
 }
 
+int ftruncate(int file, off_t size) noexcept {
+  return judge("truncate", file).error != 0 ? -1 : NEXT(ftruncate)(file, size);
+}
+
+int ftruncate64(int file, off64_t size) noexcept {
+  return judge("truncate", file).error != 0 ? -1 : NEXT(ftruncate64)(file, size);
+}
+
 int fallocate(int file, int mode, off_t at, off_t bytes) {
   return judge("fallocate", file).error != 0 ? -1 : NEXT(fallocate)(file, mode, at, bytes);
 }

@@ -208,7 +208,9 @@ def test_a_host_is_lost():
             start = time.time()
             all_hosts().kill(1, which)
             ends(process, start, 30)
-            assert which or "h1\n" in process.output(), process.output()
+            # mpirun names no host when it learns it by the end of the agent that it started there.
+            assert (which or "h1\n" in process.output()
+                    or "unable to reliably start" in process.output()), process.output()
             assert_empty(range(3))
         go_on(folder, [3, 2])
 

@@ -3,6 +3,7 @@
 #include <sys/mount.h>
 #include <sys/resource.h>
 
+#include <csignal>
 #include <cstdio>
 #include <cstring>
 #include <set>
@@ -324,6 +325,39 @@ TEST(Checkpoint, FileSizeLimitIsFoundBeforeAnythingIsWritten) {
         setrlimit(RLIMIT_FSIZE, &small);
       },
       [&] { setrlimit(RLIMIT_FSIZE, &before); });
+}
+
+// Writes that fail though the space was there: on one rank, which all ranks learn; none waits.
+TEST(Checkpoint, AWriteThatFailsOnOneRankIsTheErrorOfAll) {
+  SharedFolder folder;
+  for (const int ranks : {2, 3, 8}) {
+    with_ranks(ranks, [&](Communicator& communicator) {
+      ShardedState state(communicator, true);
+      const std::string to = folder_of(folder, ranks);
+      const auto save = [&](std::int64_t step) {
+        write_checkpoint(communicator, to, checkpoint_meta(step), state.arrays());
+      };
+      save(1);
+      rlimit before = {};
+      getrlimit(RLIMIT_FSIZE, &before);
+      const bool fails = communicator.rank() == ranks - 1;
+      const auto limit = [&](rlim_t bytes) {
+        const rlimit changed = {bytes, before.rlim_max};
+        if (fails) setrlimit(RLIMIT_FSIZE, &changed);
+      };
+      const sighandler_t handler = std::signal(SIGXFSZ, SIG_IGN);  // so that writing fails
+      limit(100000);
+      const std::string error = error_of(communicator, [&] { save(2); });
+      limit(before.rlim_cur);
+      std::signal(SIGXFSZ, handler);
+      EXPECT_THAT(error, AllOf(HasSubstr("step-00000002.h5.partial: can't be written at array "),
+                               HasSubstr(" by rank " + std::to_string(ranks - 1) + " on "),
+                               HasSubstr("File too large; raise the limit")));
+      EXPECT_THAT(list_checkpoints(to), testing::SizeIs(1));
+      save(3);
+      EXPECT_THAT(verify_checkpoint(to + "/step-00000003.h5"), IsEmpty());
+    });
+  }
 }
 
 TEST(Checkpoint, FullDiskIsFoundBeforeAnythingIsWritten) {
