@@ -182,6 +182,9 @@ void Trainer::start(const ResumeOptions& resume) {
     }
   }
   if (!resumed) {
+    // Nothing to compare with, but a path that means nothing is a mistake here too.
+    together(communicator_, "compare with checkpoint",
+             [&] { check_resume(numerics_, numerics_, resume.allow_change); });
     engine_->initialise(config_.train().seed());
     if (!config_.train().init_from().empty()) load_parameters(config_.train().init_from());
   }

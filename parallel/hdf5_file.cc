@@ -80,6 +80,11 @@ struct OpenMemoryFile {
   haddr_t end = 0;  // of what HDF5 has handed out
 };
 
+// What a list for access says of it.
+struct MemoryAccess {
+  MemoryFile* file = nullptr;
+};
+
 OpenMemoryFile& of(H5FD_t* file) { return *reinterpret_cast<OpenMemoryFile*>(file); }
 const OpenMemoryFile& of(const H5FD_t* file) {
   return *reinterpret_cast<const OpenMemoryFile*>(file);
@@ -87,7 +92,7 @@ const OpenMemoryFile& of(const H5FD_t* file) {
 
 extern "C" H5FD_t* open_memory(const char*, unsigned, hid_t access, haddr_t) {
   auto* opened = new OpenMemoryFile;
-  opened->file = *static_cast<MemoryFile* const*>(H5Pget_driver_info(access));
+  opened->file = static_cast<const MemoryAccess*>(H5Pget_driver_info(access))->file;
   return &opened->base;
 }
 
@@ -132,7 +137,7 @@ hid_t memory_driver() {
     driver.name = "tessera memory";
     driver.maxaddr = static_cast<haddr_t>(std::numeric_limits<std::int64_t>::max());
     driver.fc_degree = H5F_CLOSE_WEAK;
-    driver.fapl_size = sizeof(MemoryFile*);
+    driver.fapl_size = sizeof(MemoryAccess);
     driver.open = open_memory;
     driver.close = close_memory;
     driver.query = query_memory;
@@ -180,6 +185,11 @@ std::string fault_of_start(const std::string& path) {
     return "is truncated: only " + std::to_string(bytes) + " of its " + std::to_string(length) +
            " bytes are left";
   }
+  if (bytes > length) {
+    return "has " + std::to_string(bytes - length) +
+           " bytes behind its end, which nobody of ours wrote: truncate -s " +
+           std::to_string(length) + " cuts them off";
+  }
   return "";
 }
 
@@ -207,7 +217,7 @@ Handle file_access() {
 
 Handle MemoryFile::access() {
   Handle access = file_access();
-  MemoryFile* const self = this;
+  const MemoryAccess self{this};
   H5Pset_driver(access.get(), memory_driver(), &self);
   return access;
 }

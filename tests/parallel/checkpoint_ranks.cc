@@ -165,6 +165,8 @@ TEST(Checkpoint, DamagedFilesAreRefusedByArrayOnAllRanks) {
   damage(good.substr(0, good.size() - 1));
   expect(HasSubstr("is truncated: only " + std::to_string(good.size() - 1) + " of its " +
                    std::to_string(good.size()) + " bytes are left"));
+  damage(good + "more");
+  expect(HasSubstr("has 4 bytes behind its end"));
   damage(good.substr(0, good.size() / 2));
   expect(HasSubstr("truncated"));
   EXPECT_THAT(verify_checkpoint(path), ElementsAre(HasSubstr("truncated")));

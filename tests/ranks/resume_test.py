@@ -50,6 +50,9 @@ def test_a_changed_number_is_refused_by_path():
             flags=["--allow-change", "optim.weight_decay"])
     done = h.train(h.make_config(8), copy, 1, flags=["--allow-change", "optim.nonsense"], expect=2)
     assert "optim.nonsense" in done.stderr, done.stderr
+    done = h.train(h.make_config(8), h.new_folder("new"), 1,
+                   flags=["--allow-change", "optim.nonsense"], expect=2)
+    assert "optim.nonsense" in done.stderr, done.stderr
     # What never shapes the numbers may change freely.
     h.train(h.make_config(8), copy, 1, sets=["execution.recompute=true", "checkpoint.every=3"],
             flags=["--allow-change", "optim.weight_decay"])
