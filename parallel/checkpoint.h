@@ -49,7 +49,8 @@ struct CheckpointOptions {
 // the ranks' parts tile every array, deletes leftovers of saves cut short, reserves the space,
 // writes to .partial, syncs, renames, syncs the folder. Rank 0 alone makes the file with HDF5,
 // which says where each array's bytes belong; then each rank writes its own there. Returns the
-// path. Whatever fails throws on all ranks, the folder is as it was, and the run may go on.
+// path. Whatever fails throws on all ranks, and the run may go on: the folder is as it was, or has
+// the new file where only its own syncing failed.
 std::string write_checkpoint(Communicator& communicator, const std::string& folder,
                              const CheckpointMeta& meta, std::span<const CheckpointArray> arrays,
                              const CheckpointOptions& options = {});
