@@ -293,6 +293,12 @@ def test_folders_that_cannot_be_written():
         refused("another's folder", folder, ["Permission denied; change the permissions"], nobody)
 
 
+def test_launch_script_with_a_small_limit_on_files():
+    done = h.run(["bash", "-c", 'ulimit -f 3000; exec "$@"', "bash", h.SOURCE + "/launch/run",
+                  h.TESSERA, "--version"], expect=4)
+    assert done.stderr.count("\n") == 1 and "ulimit -f unlimited" in done.stderr, done.stderr
+
+
 def test_data_build():
     config = h.make_data()
     out = h.FOLDER + "/built"

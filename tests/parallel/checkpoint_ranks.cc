@@ -194,17 +194,27 @@ TEST(Checkpoint, DamagedStructureIsToldInPlainWords) {
   SharedFolder folder;
   with_ranks(1, [&](Communicator& communicator) {
     std::vector<float> values{1.0F, 2.0F, 3.0F};
-    const std::vector<CheckpointArray> arrays{{"params/a", Shape{3}, {{0, 3, values.data()}}}};
-    const std::string path =
-        write_checkpoint(communicator, folder.path(), checkpoint_meta(1), arrays);
+    // More arrays, and attributes, than HDF5 would put into a group's header of itself.
+    std::vector<CheckpointArray> arrays;
+    for (char name = 'a'; name <= 'm'; ++name) {
+      arrays.push_back({std::string("params/") + name, Shape{3}, {{0, 3, values.data()}}});
+    }
+    CheckpointMeta meta = checkpoint_meta(1);
+    for (int i = 0; i < 12; ++i) meta.numbers["number" + std::to_string(i)] = i;
+    const std::string path = write_checkpoint(communicator, folder.path(), meta, arrays);
     const std::string good = file_bytes(path);
     const std::string copy = folder.inner("damaged.h5");
     std::set<std::string> told;
-    for (std::size_t at = 0; at < good.size(); at += 3) {
+    for (std::size_t at = 0; at < good.size(); at += 11) {
       std::string bad = good;
       bad[at] = static_cast<char>(bad[at] ^ 0x55);
       write_bytes(copy, bad);
-      for (const std::string& fault : verify_checkpoint(copy)) {
+      const std::vector<std::string> faults = verify_checkpoint(copy);
+      if (faults.empty()) {  // a byte that says nothing
+        ASSERT_EQ(read_checkpoint_meta(copy), meta) << at;
+        ASSERT_FALSE(diff_checkpoints(copy, path)) << at;
+      }
+      for (const std::string& fault : faults) {
         ASSERT_THAT(fault, testing::StartsWith("checkpoint " + copy + ": ")) << at;
         told.insert(fault.substr(copy.size() + std::strlen("checkpoint : ")));
       }
@@ -555,6 +565,17 @@ TEST(Checkpoint, H5pyReadsIt) {
   EXPECT_THAT(output, HasSubstr("True\nlm_head.weight\n"));
   // Python writes all 13 digits.
   EXPECT_THAT(output, HasSubstr(std::string(value).substr(0, 6)));
+
+  // What somebody takes out of the file is missed.
+  const std::string less = folder.inner("less.h5");
+  for (const std::string array : {"params/lm_head.weight", "adamw", "state/adam_step"}) {
+    fs::copy_file(folder.inner("step-00000007.h5"), less, fs::copy_options::overwrite_existing);
+    ASSERT_EQ(std::system(("/usr/bin/python3 -c 'import h5py; del h5py.File(\"" + less +
+                           "\", \"r+\")[\"" + array + "\"]'")
+                              .c_str()),
+              0);
+    EXPECT_THAT(verify_checkpoint(less), ElementsAre(HasSubstr("has no array " + array)));
+  }
 }
 
 }  // namespace
