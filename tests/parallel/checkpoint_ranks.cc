@@ -235,6 +235,25 @@ TEST(Checkpoint, DamagedStructureIsToldInPlainWords) {
   });
 }
 
+// As of a large model: more links in a group than HDF5 likes in its header, a config longer than a
+// header's message can be.
+TEST(Checkpoint, ManyArraysAndLongTexts) {
+  SharedFolder folder;
+  with_ranks(1, [&](Communicator& communicator) {
+    std::vector<float> values{1.0F, 2.0F, 3.0F};
+    std::vector<CheckpointArray> arrays;
+    for (int i = 0; i < 700; ++i) {
+      const std::string name = "params/model.layers." + std::to_string(i) + ".mixer.q_proj.weight";
+      arrays.push_back({name, Shape{3}, {{0, 3, values.data()}}});
+    }
+    CheckpointMeta meta = checkpoint_meta(1);
+    meta.texts["config"] = std::string(200000, 'x');
+    const std::string path = write_checkpoint(communicator, folder.path(), meta, arrays);
+    EXPECT_EQ(read_checkpoint_meta(path), meta);
+    EXPECT_THAT(verify_checkpoint(path), IsEmpty());
+  });
+}
+
 TEST(Checkpoint, MissingArraysAndOtherShapesAreRefused) {
   const SharedFolder folder;
   with_ranks(4, [&](Communicator& communicator) {
