@@ -21,27 +21,17 @@ namespace tessera {
 // cache; a step's sums start from the last one's, so that the steps don't show in the result.
 namespace {
 
-constexpr std::int64_t kSliver = 32;  // columns
-constexpr std::int64_t kHalf = 16;    // rows of a tile
-constexpr std::int64_t kChunk = 32;   // terms of one tile operation
-constexpr std::int64_t kLine = 64;    // bytes of a tile's row
-constexpr std::int64_t kTile = 1024;  // bytes
-constexpr std::int64_t kPanel = 256;  // columns whose sums stay in the second cache over the steps
-constexpr std::int64_t kDepth = 640;  // terms of a step at most: 40 KiB of a sliver
-constexpr std::int64_t kLines = 32;   // lines of a chunk of a sliver
+constexpr std::int64_t kSliver = kPackGroup;  // columns
+constexpr std::int64_t kHalf = 16;            // rows of a tile
+constexpr std::int64_t kChunk = kPackChunk;   // terms of one tile operation
+constexpr std::int64_t kElement = 2;          // bytes
+constexpr std::int64_t kLine = 64;            // bytes of a tile's row
+constexpr std::int64_t kTile = 1024;          // bytes
+constexpr std::int64_t kDepth = 640;          // terms of a step at most: 40 KiB of a sliver
+constexpr std::int64_t kLines = 32;           // lines of a chunk of a sliver
 constexpr std::int64_t kFewRows = 96;
 
-std::int64_t rounded_up(std::int64_t value, std::int64_t to) { return (value + to - 1) / to * to; }
-
 }  // namespace
-
-std::int64_t amx_packed_bytes(std::int64_t extent, std::int64_t inner) {
-  return rounded_up(extent, kAmxGroup) * rounded_up(inner, kChunk) * 2;
-}
-
-std::int64_t amx_room(std::int64_t rows, std::int64_t columns) {
-  return rounded_up(rows, kAmxGroup) * rounded_up(std::min(columns, kPanel), kSliver) * 4;
-}
 
 #if defined(__x86_64__)
 
@@ -132,7 +122,7 @@ TESSERA_AMX void pack_transposed(const BFloat16* from, std::int64_t stride, std:
   const auto row = [&](std::int64_t term) TESSERA_AMX {
     if (term >= depth) return _mm512_setzero_si512();
     // As above.
-    _mm_prefetch(from + term * stride + kAmxGroup, _MM_HINT_T1);
+    _mm_prefetch(from + term * stride + kPackGroup, _MM_HINT_T1);
     return _mm512_maskz_loadu_epi16(lanes, from + term * stride);
   };
   for (std::int64_t k = 0; k < depth; k += kChunk) {
@@ -160,7 +150,7 @@ TESSERA_AMX void pack_transposed(const BFloat16* from, std::int64_t stride, std:
 // One group of a's own rows.
 TESSERA_AMX void pack_along_rows(const BFloat16* from, std::int64_t stride, std::int64_t rows,
                                  std::int64_t depth, std::byte* to) {
-  for (std::int64_t r = 0; r < kAmxGroup; ++r) {
+  for (std::int64_t r = 0; r < kPackGroup; ++r) {
     std::byte* place = to + r * kLine;  // the second tile follows the first
     for (std::int64_t k = 0; k < depth; k += kChunk) {
       const __m512i value =
@@ -267,7 +257,7 @@ TESSERA_AMX void configure_tiles() {
 TESSERA_AMX void release_tiles() { _tile_release(); }
 
 // The result's sliver between its place and the room.
-TESSERA_AMX void copy_in(const AmxResult& c, std::int64_t column, std::int64_t rows,
+TESSERA_AMX void copy_in(const PackedResult& c, std::int64_t column, std::int64_t rows,
                          std::int64_t columns, float* room) {
   const auto low = static_cast<__mmask16>(first_lanes(std::min<std::int64_t>(columns, 16)));
   const auto high = static_cast<__mmask16>(first_lanes(std::max<std::int64_t>(columns - 16, 0)));
@@ -279,7 +269,7 @@ TESSERA_AMX void copy_in(const AmxResult& c, std::int64_t column, std::int64_t r
 }
 
 TESSERA_AMX void copy_out(const float* room, std::int64_t column, std::int64_t rows,
-                          std::int64_t columns, const AmxResult& c) {
+                          std::int64_t columns, const PackedResult& c) {
   const auto low = static_cast<__mmask16>(first_lanes(std::min<std::int64_t>(columns, 16)));
   const auto high = static_cast<__mmask16>(first_lanes(std::max<std::int64_t>(columns - 16, 0)));
   const __mmask32 both = first_lanes(columns);
@@ -299,12 +289,11 @@ TESSERA_AMX void copy_out(const float* room, std::int64_t column, std::int64_t r
 
 template <bool kMany>
 TESSERA_AMX void multiply_all(std::int64_t rows, std::int64_t columns, std::int64_t inner,
-                              AmxPacked a, AmxPacked b, AmxResult c, bool accumulate,
+                              FactorRows a, PackedColumns b, PackedResult c, bool accumulate,
                               std::byte* room) {
   const bool in_f32 = c.dtype == DType::kF32;
-  const std::int64_t a_group = amx_packed_bytes(kAmxGroup, a.inner);
-  const std::int64_t b_sliver = amx_packed_bytes(kSliver, b.inner);
-  const std::int64_t room_rows = rounded_up(rows, kAmxGroup);
+  const std::int64_t b_sliver = packed_bytes(kSliver, b.inner, kElement);
+  const std::int64_t room_rows = rounded_up(rows, kPackGroup);
   // Steps as even as whole chunks allow.
   std::int64_t step = rounded_up(inner, kChunk);
   if (step > kDepth) {
@@ -312,16 +301,16 @@ TESSERA_AMX void multiply_all(std::int64_t rows, std::int64_t columns, std::int6
     step = rounded_up((inner + steps - 1) / steps, kChunk);
   }
   // The next sliver comes along with all groups of rows.
-  const std::int64_t groups = room_rows / kAmxGroup;
+  const std::int64_t groups = room_rows / kPackGroup;
   const std::int64_t lines = kMany ? (kLines + groups - 1) / groups : 0;
   configure_tiles();
-  for (std::int64_t panel = 0; panel < columns; panel += kPanel) {
-    const std::int64_t panel_end = std::min(columns, panel + kPanel);
+  for (std::int64_t panel = 0; panel < columns; panel += kPackedPanel) {
+    const std::int64_t panel_end = std::min(columns, panel + kPackedPanel);
     for (std::int64_t first = 0; first < inner; first += step) {
       const std::int64_t depth = std::min(step, inner - first);
       const std::int64_t chunks = rounded_up(depth, kChunk) / kChunk;
       const std::int64_t before = first / kChunk * 2 * kTile;
-      const std::int64_t rows_ahead = kMany ? (kAmxGroup + chunks - 1) / chunks : 0;
+      const std::int64_t rows_ahead = kMany ? (kPackGroup + chunks - 1) / chunks : 0;
       for (std::int64_t column = panel; column < panel_end; column += kSliver) {
         const std::int64_t width = std::min(kSliver, columns - column);
         const std::byte* const sliver = b.data + column / kSliver * b_sliver + before;
@@ -332,27 +321,28 @@ TESSERA_AMX void multiply_all(std::int64_t rows, std::int64_t columns, std::int6
           next_sliver -= before;
         }
         float* const room_sliver = reinterpret_cast<float*>(room) + (column - panel) * room_rows;
-        for (std::int64_t row = 0; row < rows; row += kAmxGroup) {
-          const std::int64_t height = std::min(kAmxGroup, rows - row);
+        for (std::int64_t row = 0; row < rows; row += kPackGroup) {
+          const std::int64_t height = std::min(kPackGroup, rows - row);
           // Whole tiles of f32 are summed in their place, others in the room until the last step.
           const bool direct =
-              in_f32 && width == kSliver && (height == kAmxGroup || height == kHalf);
+              in_f32 && width == kSliver && (height == kPackGroup || height == kHalf);
           Target here = {room_sliver + row * kSliver, kSliver};
           if (direct) here = {reinterpret_cast<float*>(c.data) + row * c.stride + column, c.stride};
-          const AmxResult place = {c.data + row * c.stride * size_of(c.dtype), c.stride, c.dtype};
+          const PackedResult place = {c.data + row * c.stride * size_of(c.dtype), c.stride,
+                                      c.dtype};
           const bool goes = !direct && first + depth == inner;  // to its place
-          Ahead ahead = {reinterpret_cast<const std::byte*>(here.data + kAmxGroup * here.stride),
+          Ahead ahead = {reinterpret_cast<const std::byte*>(here.data + kPackGroup * here.stride),
                          here.stride * 4, rows_ahead,
-                         next_sliver + row / kAmxGroup * chunks * lines * kLine, lines};
+                         next_sliver + row / kPackGroup * chunks * lines * kLine, lines};
           if (direct || goes) {
             const std::int64_t element = size_of(c.dtype);
-            const bool last = row + kAmxGroup >= rows;
+            const bool last = row + kPackGroup >= rows;
             ahead.stride = c.stride * element;
             ahead.result = last ? c.data + (column + kSliver) * element
-                                : place.data + kAmxGroup * ahead.stride + column * element;
+                                : place.data + kPackGroup * ahead.stride + column * element;
           }
           if (!direct && accumulate && first == 0) copy_in(place, column, height, width, here.data);
-          const std::byte* const terms = a.data + row / kAmxGroup * a_group + before;
+          const std::byte* const terms = a.data + row / kPackGroup * a.group + before;
           const bool add = accumulate || first > 0;
           if (height > kHalf) {
             multiply<true, kMany>(terms, sliver, chunks, here, add, ahead);
@@ -365,6 +355,56 @@ TESSERA_AMX void multiply_all(std::int64_t rows, std::int64_t columns, std::int6
     }
   }
   release_tiles();
+}
+
+void pack_rows(PackOperand a, std::int64_t rows, std::int64_t inner, std::byte* to) {
+  const auto* from = reinterpret_cast<const BFloat16*>(a.data);
+  for (std::int64_t row = 0; row < rows; row += kPackGroup) {
+    const std::int64_t height = std::min(kPackGroup, rows - row);
+    if (a.column_stride == 1) {
+      pack_along_rows(from, a.row_stride, height, inner, to);
+    } else {
+      pack_transposed(from, a.column_stride, height, inner, to);
+    }
+    from += kPackGroup * a.row_stride;
+    to += packed_bytes(kPackGroup, inner, kElement);
+  }
+}
+
+void pack_columns(PackOperand b, std::int64_t columns, std::int64_t inner, std::byte* to) {
+  const auto* from = reinterpret_cast<const BFloat16*>(b.data);
+  for (std::int64_t column = 0; column < columns; column += kSliver) {
+    const std::int64_t width = std::min(kSliver, columns - column);
+    if (b.column_stride == 1) {
+      pack_along(from, b.row_stride, width, inner, to);
+    } else {
+      pack_across(from, b.column_stride, width, inner, to);
+    }
+    from += kSliver * b.column_stride;
+    to += packed_bytes(kSliver, inner, kElement);
+  }
+}
+
+void turn_rows(const std::byte* from, std::int64_t rows, std::int64_t inner, std::byte* to) {
+  // 32 rows by 32 terms at a time: 64 bytes a row, the upper and the lower tile in one piece. What
+  // lies behind the last row is undefined; turned it would be terms of every sum.
+  const std::int64_t groups = rounded_up(rows, kPackGroup) / kPackGroup;
+  const std::int64_t chunks = rounded_up(inner, kChunk) / kChunk;
+  for (std::int64_t chunk = 0; chunk < chunks; ++chunk) {
+    for (std::int64_t group = 0; group < groups; ++group) {
+      const std::byte* const block = from + (group * chunks + chunk) * 2 * kTile;
+      pack_transposed(reinterpret_cast<const BFloat16*>(block), kChunk, kPackGroup,
+                      std::min(kPackGroup, rows - group * kPackGroup), to);
+      to += 2 * kTile;
+    }
+  }
+}
+
+void multiply_packed(std::int64_t rows, std::int64_t columns, std::int64_t inner, FactorRows a,
+                     PackedColumns b, PackedResult c, bool accumulate, std::byte* room) {
+  TESSERA_CHECK(c.dtype == DType::kF32 || !accumulate);
+  const auto run = rows > kFewRows ? multiply_all<true> : multiply_all<false>;
+  run(rows, columns, inner, a, b, c, accumulate, room);
 }
 
 }  // namespace
@@ -387,75 +427,22 @@ bool amx_granted() {
   return granted;
 }
 
-void amx_pack_rows(AmxOperand a, std::int64_t rows, std::int64_t inner, std::byte* to) {
-  for (std::int64_t row = 0; row < rows; row += kAmxGroup) {
-    const BFloat16* const from = a.data + row * a.row_stride;
-    const std::int64_t height = std::min(kAmxGroup, rows - row);
-    if (a.column_stride == 1) {
-      pack_along_rows(from, a.row_stride, height, inner, to);
-    } else {
-      pack_transposed(from, a.column_stride, height, inner, to);
-    }
-    to += amx_packed_bytes(kAmxGroup, inner);
-  }
-}
-
-void amx_pack_columns(AmxOperand b, std::int64_t columns, std::int64_t inner, std::byte* to) {
-  for (std::int64_t column = 0; column < columns; column += kSliver) {
-    const BFloat16* const from = b.data + column * b.column_stride;
-    const std::int64_t width = std::min(kSliver, columns - column);
-    if (b.column_stride == 1) {
-      pack_along(from, b.row_stride, width, inner, to);
-    } else {
-      pack_across(from, b.column_stride, width, inner, to);
-    }
-    to += amx_packed_bytes(kSliver, inner);
-  }
-}
-
-void amx_turn_rows(const std::byte* from, std::int64_t rows, std::int64_t inner, std::byte* to) {
-  // 32 rows by 32 terms at a time: 64 bytes a row, the upper and the lower tile in one piece. What
-  // lies behind the last row is undefined; turned it would be terms of every sum.
-  const std::int64_t groups = rounded_up(rows, kAmxGroup) / kAmxGroup;
-  const std::int64_t chunks = rounded_up(inner, kChunk) / kChunk;
-  for (std::int64_t chunk = 0; chunk < chunks; ++chunk) {
-    for (std::int64_t group = 0; group < groups; ++group) {
-      const std::byte* const block = from + (group * chunks + chunk) * 2 * kTile;
-      pack_transposed(reinterpret_cast<const BFloat16*>(block), kChunk, kAmxGroup,
-                      std::min(kAmxGroup, rows - group * kAmxGroup), to);
-      to += 2 * kTile;
-    }
-  }
-}
-
-void amx_multiply(std::int64_t rows, std::int64_t columns, std::int64_t inner, AmxPacked a,
-                  AmxPacked b, AmxResult c, bool accumulate, std::byte* room) {
-  TESSERA_CHECK(c.dtype == DType::kF32 || !accumulate);
-  const auto run = rows > kFewRows ? multiply_all<true> : multiply_all<false>;
-  run(rows, columns, inner, a, b, c, accumulate, room);
-}
-
 #else
 
 bool amx_granted() { return false; }
 
-void amx_pack_rows(AmxOperand, std::int64_t, std::int64_t, std::byte*) {
-  throw Error(ExitCode::kInternal, "AMX tiles are of x86-64 CPUs only");
-}
-
-void amx_pack_columns(AmxOperand, std::int64_t, std::int64_t, std::byte*) {
-  throw Error(ExitCode::kInternal, "AMX tiles are of x86-64 CPUs only");
-}
-
-void amx_turn_rows(const std::byte*, std::int64_t, std::int64_t, std::byte*) {
-  throw Error(ExitCode::kInternal, "AMX tiles are of x86-64 CPUs only");
-}
-
-void amx_multiply(std::int64_t, std::int64_t, std::int64_t, AmxPacked, AmxPacked, AmxResult, bool,
-                  std::byte*) {
-  throw Error(ExitCode::kInternal, "AMX tiles are of x86-64 CPUs only");
-}
-
 #endif
+
+const PackedKernels& amx_kernels() {
+  TESSERA_CHECK(amx_granted());
+#if defined(__x86_64__)
+  static const PackedKernels kernels = {DType::kBF16, [](PackOperand) { return false; },
+                                        &pack_rows,   &pack_columns,
+                                        &turn_rows,   &multiply_packed};
+  return kernels;
+#else
+  throw Error(ExitCode::kInternal, "AMX tiles are of x86-64 CPUs only");
+#endif
+}
 
 }  // namespace tessera

@@ -10,7 +10,9 @@
 
 #include "runtime/amx.h"
 #include "runtime/memory.h"
+#include "runtime/packed.h"
 #include "runtime/products_cache.h"
+#include "runtime/vector_products.h"
 
 namespace tessera {
 namespace {
@@ -174,22 +176,36 @@ void ProductCache::grow() {
 
 namespace {
 
-// Whether the library has products of bf16; without them operands are widened, which is exact.
-bool library_has_bf16() {
-  static const bool has = __builtin_cpu_supports("avx512bw") &&
-                          __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
-  return has;
+// The library serves CPUs with AVX-512. Elsewhere it has no products of bf16, and those of f32 take
+// longer than our own: both measured in docs/benchmarks.md, as is what AMX's tiles gain.
+bool library_serves() {
+  static const bool serves = __builtin_cpu_supports("avx512bw") != 0 &&
+                             __builtin_cpu_supports("avx512vl") != 0 &&
+                             __builtin_cpu_supports("avx512dq") != 0;
+  return serves;
+}
+
+// This CPU's own kernels, if it has any.
+const PackedKernels* own_kernels() {
+  static const PackedKernels* const kernels = amx_granted()       ? &amx_kernels()
+                                              : !library_serves() ? &vector_kernels()
+                                                                  : nullptr;
+  return kernels;
+}
+
+// Those that multiply this type: the library where there are none. Vectors widen bf16.
+const PackedKernels* kernels_of(DType dtype) {
+  const PackedKernels* const own = own_kernels();
+  return own != nullptr && (own->element == dtype || own->element == DType::kF32) ? own : nullptr;
 }
 
 }  // namespace
 
 std::string products_library() {
+  if (!library_serves()) return "products in vectors, bf16 widened to f32";
   const dnnl_version_t* version = dnnl_version();
   return "oneDNN " + std::to_string(version->major) + "." + std::to_string(version->minor) + "." +
-         std::to_string(version->patch) +
-         (amx_granted()        ? ", bf16 on AMX tiles"
-          : library_has_bf16() ? ""
-                               : ", bf16 widened to f32");
+         std::to_string(version->patch) + (amx_granted() ? ", bf16 on AMX tiles" : "");
 }
 
 Matrix matrix(const View& view) {
@@ -216,43 +232,22 @@ void clear_rows(Matrix matrix, std::int64_t first) {
   }
 }
 
-// bf16 goes over the CPU's own tiles where it has them: measured against the library in
-// docs/benchmarks.md. There a row's bits depend on nothing but the row.
-bool on_tiles(DType dtype) { return dtype == DType::kBF16 && amx_granted(); }
-
-AmxOperand tile_operand(const Matrix& of, bool transpose) {
-  return {reinterpret_cast<const BFloat16*>(of.data), transpose ? 1 : of.stride,
-          transpose ? of.stride : 1};
+PackOperand operand(const Matrix& of, bool transpose) {
+  return {of.data, transpose ? 1 : of.stride, transpose ? of.stride : 1, of.dtype};
 }
-AmxResult tile_result(const Matrix& c) { return {c.data, c.stride, c.dtype}; }
+PackedResult result(const Matrix& c) { return {c.data, c.stride, c.dtype}; }
 
-// In the worker's own scratch.
-Matrix widened(Worker& worker, std::size_t which, const Matrix& from) {
-  std::byte* const room = worker.products().scratch(which, from.rows * from.columns * 4);
-  const Matrix to(DType::kF32, room, from.rows, from.columns, from.columns);
-  for (std::int64_t row = 0; row < from.rows; ++row) {
-    const auto* source = reinterpret_cast<const BFloat16*>(from.at(row, 0));
-    std::transform(source, source + from.columns, reinterpret_cast<float*>(to.at(row, 0)),
-                   &to_float);
-  }
-  return to;
+FactorRows plain_rows(PackOperand a) {
+  const std::int64_t element = size_of(a.dtype), row = a.row_stride * element;
+  return {const_cast<std::byte*>(a.data), row, kPackGroup * row, kPackChunk * element};
 }
 
-void product_widened(Worker& worker, const Matrix& a, Transpose transpose_a, const Matrix& b,
-                     Transpose transpose_b, const Matrix& c, bool accumulate) {
-  const Matrix wide_a = widened(worker, 3, a), wide_b = widened(worker, 4, b);
-  if (c.dtype == DType::kF32) {
-    product(worker, wide_a, transpose_a, wide_b, transpose_b, c, accumulate);
-    return;
-  }
-  std::byte* const room = worker.products().scratch(5, c.rows * c.columns * 4);
-  const Matrix sums(DType::kF32, room, c.rows, c.columns, c.columns);
-  product(worker, wide_a, transpose_a, wide_b, transpose_b, sums, false);
-  for (std::int64_t row = 0; row < c.rows; ++row) {
-    const auto* source = reinterpret_cast<const float*>(sums.at(row, 0));
-    std::transform(source, source + c.columns, reinterpret_cast<BFloat16*>(c.at(row, 0)),
-                   &to_bfloat16);
-  }
+// Of a left operand, packed into the room unless it serves as it lies.
+FactorRows rows_of(const PackedKernels& own, PackOperand a, std::int64_t rows, std::int64_t inner,
+                   std::byte* room) {
+  if (own.takes_rows(a)) return plain_rows(a);
+  own.pack_rows(a, rows, inner, room);
+  return packed_rows(room, inner, own.element_bytes());
 }
 
 }  // namespace
@@ -272,15 +267,12 @@ void product(Worker& worker, Matrix a, Transpose transpose_a, Matrix b, Transpos
     if (!accumulate) clear_rows(c, 0);
     return;
   }
-  if (on_tiles(a.dtype)) {
-    const std::int64_t a_bytes = factor_bytes(m, k);
-    std::byte* const room = worker.products().scratch(0, a_bytes + factor_bytes(n, k));
-    product(worker, Factor::left(a, transpose_a, room),
-            Factor::right(b, transpose_b, room + a_bytes), c, accumulate);
-    return;
-  }
-  if (a.dtype == DType::kBF16 && !library_has_bf16()) {
-    product_widened(worker, a, transpose_a, b, transpose_b, c, accumulate);
+  if (const PackedKernels* const own = kernels_of(a.dtype)) {
+    const std::int64_t b_bytes = factor_bytes(n, k);
+    std::byte* const room = worker.products().scratch(0, b_bytes + factor_bytes(m, k));
+    own->pack_columns(operand(b, tb), n, k, room);
+    own->multiply(m, n, k, rows_of(*own, operand(a, ta), m, k, room + b_bytes), {room, k},
+                  result(c), accumulate, worker.products().scratch(1, packed_room(m, n)));
     return;
   }
   worker.products()
@@ -289,47 +281,48 @@ void product(Worker& worker, Matrix a, Transpose transpose_a, Matrix b, Transpos
       .run(a.data, b.data, c.data);
 }
 
-static_assert(kFactorGroup == kAmxGroup);
-
-bool packs_factors(DType dtype) { return on_tiles(dtype); }
+bool packs_factors(DType dtype) {
+  return own_kernels() != nullptr && own_kernels()->element == dtype;
+}
 
 namespace {
 
 // Each of the two begins a chunk.
-std::int64_t paired_terms(std::int64_t inner) {
-  return 2 * ((inner + kFactorChunk - 1) / kFactorChunk * kFactorChunk);
-}
+std::int64_t paired_terms(std::int64_t inner) { return 2 * rounded_up(inner, kFactorChunk); }
 
 }  // namespace
 
 std::int64_t factor_bytes(std::int64_t extent, std::int64_t inner) {
-  return amx_packed_bytes(extent, inner);
+  const PackedKernels* const own = own_kernels();
+  return packed_bytes(extent, inner, own == nullptr ? 0 : own->element_bytes());
 }
 
 Factor Factor::left(Matrix a, Transpose transpose, std::byte* room) {
   const bool turned = transpose == Transpose::kYes;
   const std::int64_t rows = turned ? a.columns : a.rows, inner = turned ? a.rows : a.columns;
-  if (!on_tiles(a.dtype)) return {a, transpose, nullptr, rows, inner};
-  amx_pack_rows(tile_operand(a, turned), rows, inner, room);
+  if (!packs_factors(a.dtype) || own_kernels()->takes_rows(operand(a, turned))) {
+    return {a, transpose, nullptr, rows, inner};
+  }
+  own_kernels()->pack_rows(operand(a, turned), rows, inner, room);
   return {a, transpose, room, rows, inner};
 }
 
 Factor Factor::right(Matrix b, Transpose transpose, std::byte* room) {
   const bool turned = transpose == Transpose::kYes;
   const std::int64_t columns = turned ? b.rows : b.columns, inner = turned ? b.columns : b.rows;
-  if (!on_tiles(b.dtype)) return {b, transpose, nullptr, columns, inner};
-  amx_pack_columns(tile_operand(b, turned), columns, inner, room);
+  if (!packs_factors(b.dtype)) return {b, transpose, nullptr, columns, inner};
+  own_kernels()->pack_columns(operand(b, turned), columns, inner, room);
   return {b, transpose, room, columns, inner};
 }
 
 Factor Factor::left_pair(Matrix a, Matrix also, std::byte* room) {
-  TESSERA_CHECK(on_tiles(a.dtype) && a.rows == also.rows && a.columns == also.columns);
+  TESSERA_CHECK(packs_factors(a.dtype) && a.rows == also.rows && a.columns == also.columns);
   std::byte* to = room;
   for (std::int64_t row = 0; row < a.rows; row += kFactorGroup) {
     const std::int64_t rows = std::min(kFactorGroup, a.rows - row);
     for (Matrix part : {a, also}) {
       part.data = part.at(row, 0);
-      amx_pack_rows(tile_operand(part, false), rows, part.columns, to);
+      own_kernels()->pack_rows(operand(part, false), rows, part.columns, to);
       to += factor_bytes(kFactorGroup, part.columns);
     }
   }
@@ -337,13 +330,13 @@ Factor Factor::left_pair(Matrix a, Matrix also, std::byte* room) {
 }
 
 Factor Factor::right_pair(Matrix b, Matrix also, std::byte* room) {
-  TESSERA_CHECK(on_tiles(b.dtype) && b.rows == also.rows && b.columns == also.columns);
+  TESSERA_CHECK(packs_factors(b.dtype) && b.rows == also.rows && b.columns == also.columns);
   std::byte* to = room;
   for (std::int64_t column = 0; column < b.columns; column += kFactorGroup) {
     const std::int64_t columns = std::min(kFactorGroup, b.columns - column);
     for (Matrix part : {b, also}) {
       part.data = part.at(0, column);
-      amx_pack_columns(tile_operand(part, false), columns, part.rows, to);
+      own_kernels()->pack_columns(operand(part, false), columns, part.rows, to);
       to += factor_bytes(kFactorGroup, part.rows);
     }
   }
@@ -352,23 +345,21 @@ Factor Factor::right_pair(Matrix b, Matrix also, std::byte* room) {
 
 Factor Factor::to_be_written(Matrix a, std::byte* room) {
   TESSERA_CHECK(a.columns % kFactorChunk == 0);
-  return {a, Transpose::kNo, on_tiles(a.dtype) ? room : nullptr, a.rows, a.columns};
+  return {a, Transpose::kNo, packs_factors(a.dtype) ? room : nullptr, a.rows, a.columns};
 }
 
 FactorRows Factor::rows() const {
-  TESSERA_CHECK(transpose_ == Transpose::kNo);
-  const std::int64_t element = size_of(plain_.dtype), row = plain_.stride * element;
-  if (packed_ == nullptr) return {plain_.data, row, kFactorGroup * row, kFactorChunk * element};
-  return {packed_, kFactorChunk * element, factor_bytes(kFactorGroup, inner_),
-          kFactorGroup * kFactorChunk * element};
+  if (packed_ != nullptr) return packed_rows(packed_, inner_, own_kernels()->element_bytes());
+  const PackOperand plain = operand(plain_, transpose_ == Transpose::kYes);
+  TESSERA_CHECK(plain.column_stride == 1);
+  return plain_rows(plain);
 }
 
 Factor Factor::transposed(std::byte* room) const {
   if (packed_ == nullptr) {
-    const bool turned = transpose_ == Transpose::kYes;
-    return {plain_, turned ? Transpose::kNo : Transpose::kYes, nullptr, inner_, extent_};
+    return left(plain_, transpose_ == Transpose::kYes ? Transpose::kNo : Transpose::kYes, room);
   }
-  amx_turn_rows(packed_, extent_, inner_, room);
+  own_kernels()->turn_rows(packed_, extent_, inner_, room);
   return {plain_, transpose_, room, inner_, extent_};
 }
 
@@ -380,20 +371,18 @@ Factor Factor::from_row(std::int64_t row, std::int64_t rows) const {
 }
 
 void product(Worker& worker, const Factor& a, const Factor& b, Matrix c, bool accumulate) {
-  if (a.packed_ == nullptr) {
+  if (b.packed_ == nullptr) {
     product(worker, a.plain_, a.transpose_, b.plain_, b.transpose_, c, accumulate);
     return;
   }
-  TESSERA_CHECK(b.packed_ != nullptr && a.inner_ == b.inner_);
-  TESSERA_CHECK(c.rows == a.extent_ && c.columns == b.extent_);
-  amx_multiply(c.rows, c.columns, a.inner_, {a.packed_, a.inner_}, {b.packed_, b.inner_},
-               tile_result(c), accumulate,
-               worker.products().scratch(1, amx_room(c.rows, c.columns)));
+  TESSERA_CHECK(a.inner_ == b.inner_ && c.rows == a.extent_ && c.columns == b.extent_);
+  own_kernels()->multiply(c.rows, c.columns, a.inner_, a.rows(), {b.packed_, b.inner_}, result(c),
+                          accumulate, worker.products().scratch(1, packed_room(c.rows, c.columns)));
 }
 
 void product_of_rows(Worker& worker, std::int64_t tile_rows, Matrix a, Matrix b,
                      Transpose transpose_b, Matrix c, bool accumulate) {
-  if (a.rows == tile_rows || on_tiles(a.dtype)) {
+  if (a.rows == tile_rows || kernels_of(a.dtype) != nullptr) {
     product(worker, a, Transpose::kNo, b, transpose_b, c, accumulate);
     return;
   }
@@ -417,15 +406,11 @@ void product_of_rows(Worker& worker, std::int64_t tile_rows, Matrix a, Matrix b,
 
 namespace {
 
-// Pieces of a product's output: the cut depends on the shape and the instruction set alone. Of 128
-// rows the library's AVX2 kernels round some by their place among them, of 64 none.
-std::int64_t piece_rows() {
-  static const std::int64_t rows = __builtin_cpu_supports("avx512f") ? 128 : 64;
-  return rows;
-}
+// Pieces of a product's output: the cut depends on the shape alone.
+constexpr std::int64_t kPieceRows = 128;
 constexpr std::int64_t kPieceColumns = 512;
-constexpr std::int64_t kTilePiece = 128;    // on tiles, of the larger extent; twice for long sums
-constexpr std::int64_t kTileWindow = 2048;  // terms that are packed at a time
+constexpr std::int64_t kPackedPiece = 128;    // of the larger extent; twice for long sums
+constexpr std::int64_t kPackedWindow = 2048;  // terms that are packed at a time
 
 std::int64_t pieces_of(std::int64_t extent, std::int64_t size) {
   return (extent + size - 1) / size;
@@ -440,70 +425,78 @@ Matrix block(Matrix from, std::int64_t row, std::int64_t rows, std::int64_t colu
 template <class Body>
 void for_each_piece(Queue& queue, const Matrix& output, const Body& body) {
   const std::int64_t across = pieces_of(output.columns, kPieceColumns);
-  const std::int64_t rows = piece_rows();
-  const std::int64_t down = pieces_of(output.rows, rows);
+  const std::int64_t down = pieces_of(output.rows, kPieceRows);
   queue.parallel_for(down * across, [&](std::int64_t piece, Worker& worker) {
-    const std::int64_t row = piece / across * rows;
+    const std::int64_t row = piece / across * kPieceRows;
     const std::int64_t column = piece % across * kPieceColumns;
-    body(worker, row, std::min(rows, output.rows - row), column,
+    body(worker, row, std::min(kPieceRows, output.rows - row), column,
          std::min(kPieceColumns, output.columns - column));
   });
 }
 
-// C = op(A) op(B) on all threads, or added, each operand packed once: the smaller one for all
-// pieces, the larger one by the pieces, which are cut along it.
-void tile_product(Queue& queue, Matrix a, bool transpose_a, Matrix b, bool transpose_b, Matrix c,
-                  bool accumulate) {
+// C = op(A) op(B) on all threads, or added, each operand packed once (unless it serves as it lies):
+// the smaller one for all pieces, the larger one by the pieces, which are cut along it.
+void packed_product(Queue& queue, const PackedKernels& own, Matrix a, bool transpose_a, Matrix b,
+                    bool transpose_b, Matrix c, bool accumulate) {
   const std::int64_t k = transpose_a ? a.rows : a.columns;
   if (c.rows == 0 || c.columns == 0) return;
   if (k == 0) {
     if (!accumulate) clear_rows(c, 0);
     return;
   }
-  const AmxOperand left = tile_operand(a, transpose_a), right = tile_operand(b, transpose_b);
   const bool shares_right = c.columns <= c.rows;
-  // Terms [first, first + depth) of rows of a, or columns of b, [from, from + extent).
-  const auto pack = [&](bool is_right, std::int64_t from, std::int64_t extent, std::int64_t first,
-                        std::int64_t depth, std::byte* to) {
-    AmxOperand part = is_right ? right : left;
-    if (is_right) {
-      part.data += first * part.row_stride + from * part.column_stride;
-      amx_pack_columns(part, extent, depth, to);
-    } else {
-      part.data += from * part.row_stride + first * part.column_stride;
-      amx_pack_rows(part, extent, depth, to);
-    }
+  // Terms [first, first + ...) of rows of a, or columns of b, from `from` on.
+  const auto part_of_a = [&](std::int64_t from, std::int64_t first) {
+    PackOperand part = operand(a, transpose_a);
+    part.data += (from * part.row_stride + first * part.column_stride) * size_of(part.dtype);
+    return part;
+  };
+  const auto part_of_b = [&](std::int64_t from, std::int64_t first) {
+    PackOperand part = operand(b, transpose_b);
+    part.data += (first * part.row_stride + from * part.column_stride) * size_of(part.dtype);
+    return part;
   };
   const std::int64_t shared_extent = std::min(c.rows, c.columns);
   const std::int64_t extent = std::max(c.rows, c.columns);
-  const std::int64_t size = k > kAmxDepth && extent > kTilePiece ? 2 * kTilePiece : kTilePiece;
   // Sums in f32 go on from where they were, so that a part of the terms at a time is packed.
   const bool in_parts = c.dtype == DType::kF32;
-  const std::int64_t window = in_parts ? std::min(k, kTileWindow) : k;
-  const std::int64_t step = in_parts && shared_extent <= kAmxDepth ? kAmxDepth : window;
+  const std::int64_t window = in_parts ? std::min(k, kPackedWindow) : k;
+  const std::int64_t step = in_parts && shared_extent <= kPackedDepth ? kPackedDepth : window;
+  const bool plain_a = own.takes_rows(part_of_a(0, 0));
   std::byte* const shared =
-      queue.worker(0).products().scratch(2, amx_packed_bytes(shared_extent, window));
+      queue.worker(0).products().scratch(2, factor_bytes(shared_extent, window));
   for (std::int64_t start = 0; start < k; start += window) {
     const std::int64_t terms = std::min(window, k - start);
-    queue.parallel_for(pieces_of(shared_extent, kTilePiece), [&](std::int64_t piece, Worker&) {
-      const std::int64_t from = piece * kTilePiece;
-      pack(shares_right, from, std::min(kTilePiece, shared_extent - from), start, terms,
-           shared + amx_packed_bytes(from, terms));
-    });
-    queue.parallel_for(pieces_of(extent, size), [&](std::int64_t piece, Worker& worker) {
-      const std::int64_t from = piece * size;
-      const std::int64_t own_extent = std::min(size, extent - from);
-      std::byte* const own = worker.products().scratch(0, amx_packed_bytes(own_extent, step));
-      const Matrix part = shares_right ? block(c, from, own_extent, 0, c.columns)
-                                       : block(c, 0, c.rows, from, own_extent);
-      std::byte* const room = worker.products().scratch(1, amx_room(part.rows, part.columns));
+    if (shares_right || !plain_a) {
+      queue.parallel_for(pieces_of(shared_extent, kPackedPiece), [&](std::int64_t piece, Worker&) {
+        const std::int64_t from = piece * kPackedPiece;
+        const std::int64_t some = std::min(kPackedPiece, shared_extent - from);
+        std::byte* const to = shared + factor_bytes(from, terms);
+        shares_right ? own.pack_columns(part_of_b(from, start), some, terms, to)
+                     : own.pack_rows(part_of_a(from, start), some, terms, to);
+      });
+    }
+    queue.parallel_for(pieces_of(extent, kPackedPiece), [&](std::int64_t piece, Worker& worker) {
+      const std::int64_t from = piece * kPackedPiece;
+      const std::int64_t some = std::min(kPackedPiece, extent - from);
+      std::byte* const packed = worker.products().scratch(0, factor_bytes(some, step));
+      const Matrix part =
+          shares_right ? block(c, from, some, 0, c.columns) : block(c, 0, c.rows, from, some);
+      std::byte* const room = worker.products().scratch(1, packed_room(part.rows, part.columns));
       for (std::int64_t first = 0; first < terms; first += step) {
-        const std::int64_t depth = std::min(step, terms - first);
-        pack(!shares_right, from, own_extent, start + first, depth, own);
-        const AmxPacked of_all = AmxPacked{shared, terms}.from(first), of_piece = {own, depth};
-        amx_multiply(part.rows, part.columns, depth, shares_right ? of_piece : of_all,
-                     shares_right ? of_all : of_piece, tile_result(part),
-                     accumulate || start + first > 0, room);
+        const std::int64_t depth = std::min(step, terms - first), at = start + first;
+        std::byte* const of_all = shared + factor_bytes(kPackGroup, first);
+        FactorRows rows = packed_rows(of_all, terms, own.element_bytes());
+        PackedColumns columns = {of_all, terms};
+        if (shares_right) {
+          rows = rows_of(own, part_of_a(from, at), some, depth, packed);
+        } else {
+          own.pack_columns(part_of_b(from, at), some, depth, packed);
+          columns = {packed, depth};
+          if (plain_a) rows = plain_rows(part_of_a(0, at));
+        }
+        own.multiply(part.rows, part.columns, depth, rows, columns, result(part),
+                     accumulate || at > 0, room);
       }
     });
   }
@@ -513,14 +506,14 @@ void tile_product(Queue& queue, Matrix a, bool transpose_a, Matrix b, bool trans
 
 void linear_forward(Queue& queue, Matrix x, Matrix w, Matrix y) {
   TESSERA_CHECK(x.rows == y.rows && x.columns == w.columns && w.rows == y.columns);
-  if (on_tiles(x.dtype)) {
-    tile_product(queue, x, false, w, true, y, false);
+  if (const PackedKernels* const own = kernels_of(x.dtype)) {
+    packed_product(queue, *own, x, false, w, true, y, false);
     return;
   }
   for_each_piece(
       queue, y,
       [&](Worker& worker, std::int64_t row, std::int64_t m, std::int64_t column, std::int64_t n) {
-        product_of_rows(worker, piece_rows(), block(x, row, m, 0, x.columns),
+        product_of_rows(worker, kPieceRows, block(x, row, m, 0, x.columns),
                         block(w, column, n, 0, w.columns), Transpose::kYes,
                         block(y, row, m, column, n), false);
       });
@@ -528,14 +521,14 @@ void linear_forward(Queue& queue, Matrix x, Matrix w, Matrix y) {
 
 void linear_backward_input(Queue& queue, Matrix d_y, Matrix w, Matrix d_x, bool accumulate) {
   TESSERA_CHECK(d_y.rows == d_x.rows && d_y.columns == w.rows && w.columns == d_x.columns);
-  if (on_tiles(d_y.dtype)) {
-    tile_product(queue, d_y, false, w, false, d_x, accumulate);
+  if (const PackedKernels* const own = kernels_of(d_y.dtype)) {
+    packed_product(queue, *own, d_y, false, w, false, d_x, accumulate);
     return;
   }
   for_each_piece(
       queue, d_x,
       [&](Worker& worker, std::int64_t row, std::int64_t m, std::int64_t column, std::int64_t n) {
-        product_of_rows(worker, piece_rows(), block(d_y, row, m, 0, d_y.columns),
+        product_of_rows(worker, kPieceRows, block(d_y, row, m, 0, d_y.columns),
                         block(w, 0, w.rows, column, n), Transpose::kNo,
                         block(d_x, row, m, column, n), accumulate);
       });
@@ -543,8 +536,8 @@ void linear_backward_input(Queue& queue, Matrix d_y, Matrix w, Matrix d_x, bool 
 
 void linear_backward_weight(Queue& queue, Matrix d_y, Matrix x, Matrix d_w, bool accumulate) {
   TESSERA_CHECK(d_y.rows == x.rows && d_y.columns == d_w.rows && x.columns == d_w.columns);
-  if (on_tiles(d_y.dtype)) {
-    tile_product(queue, d_y, true, x, false, d_w, accumulate);
+  if (const PackedKernels* const own = kernels_of(d_y.dtype)) {
+    packed_product(queue, *own, d_y, true, x, false, d_w, accumulate);
     return;
   }
   for_each_piece(

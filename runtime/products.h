@@ -1,8 +1,8 @@
-// Matrix products on oneDNN under the CANONICAL rules: static shapes, one thread a library call,
-// work cut by shape. A row of a product has the same bits whatever the number of rows, and nothing
-// depends on the number of threads. All matrices are row-major with a stride between rows (in
-// elements); operands are both f32 or both bf16, a result is f32 or of the operands' type, and
-// sums are formed in f32.
+// Matrix products under the CANONICAL rules, on oneDNN (static shapes, one thread a library call)
+// or where it has no fast kernels on our own: work is cut by shape. A row of a product has the same
+// bits whatever the number of rows, and nothing depends on the number of threads. All matrices are
+// row-major with a stride between rows (in elements); operands are both f32 or both bf16, a result
+// is f32 or of the operands' type, and sums are formed in f32.
 #pragma once
 
 #include <cstdint>
@@ -45,9 +45,9 @@ enum class Transpose : std::uint8_t { kNo, kYes };
 void product(Worker& worker, Matrix a, Transpose transpose_a, Matrix b, Transpose transpose_b,
              Matrix c, bool accumulate);
 
-// A factor of several products. Where the kernels want their operands packed (bf16 on the CPU's
-// tiles) it is packed once, into the caller's room; elsewhere it is the matrix as it lies. Either
-// way it is good for as long as matrix and room are left alone.
+// A factor of several products. Where the kernels are our own (bf16 on the CPU's tiles, f32 where
+// there is no AVX-512) it is packed once, into the caller's room; elsewhere it is the matrix as it
+// lies. Either way it is good for as long as matrix and room are left alone.
 bool packs_factors(DType dtype);
 constexpr std::int64_t kFactorGroup = 32;  // rows of a left factor that lie together
 constexpr std::int64_t kFactorChunk = 32;  // terms of a row that do

@@ -43,7 +43,7 @@ class ProductCache {
     std::byte* memory = nullptr;
     std::int64_t bytes = 0;
   };
-  std::array<Room, 6> scratch_;
+  std::array<Room, 3> scratch_;
 };
 
 }  // namespace tessera

@@ -339,6 +339,10 @@ class Call {
   std::int64_t first_run(int source) const { return source * sizes_.local; }
   std::int64_t run_start(std::int64_t run) const { return received_starts_[run]; }
   std::int64_t run_rows(std::int64_t run) const { return padded(received_[run]); }
+  // Those that products are formed of: where factors are packed, none of the padding.
+  std::int64_t multiplied_rows(std::int64_t run) const {
+    return packs_factors(dtype_) ? received_[run] : run_rows(run);
+  }
 
   View scratch(Scratch which, DType dtype, Shape shape) const {
     return shaped(memory_.scratch[which], dtype, shape);
@@ -560,8 +564,9 @@ void Call::scatter(const View& from, const View& to) const {
   });
 }
 
-// Zeros behind each run of what this rank's experts work on.
+// Zeros behind each run of what this rank's experts work on, where products are formed of them.
 void Call::clear_padding(const View& rows) const {
+  if (packs_factors(dtype_)) return;
   const std::int64_t bytes = sizes_.width * size_of(dtype_);
   queue_.parallel_for(runs(), [&](std::int64_t run, Worker&) {
     std::memset(rows.raw() + (received_starts_[run] + received_[run]) * bytes, 0,
@@ -619,9 +624,10 @@ void Call::for_pieces(const Pack& pack, const Body& body) const {
         const std::int64_t run = first_run(source) + expert;
         // In parts as even as blocks of kExpertRows allow.
         std::int64_t row = run_start(run), blocks = run_rows(run) / kExpertRows;
+        const std::int64_t end = row + multiplied_rows(run);
         for (std::int64_t parts = pieces_of(run_rows(run), sizes_.piece_rows); parts > 0; --parts) {
           const std::int64_t some = pieces_of(blocks, parts);
-          pieces[count++] = {row, some * kExpertRows, together};
+          pieces[count++] = {row, std::min(some * kExpertRows, end - row), together};
           row += some * kExpertRows;
           blocks -= some;
         }
@@ -733,7 +739,7 @@ void Call::expert_gradients(int source, std::span<const View> d_experts) const {
   const std::array<View, kMatrices> right = {rows, rows, inner};
   const auto piece_of = [&](std::int64_t expert) -> Piece {
     const std::int64_t run = first_run(source) + expert;
-    return {run_start(run), run_rows(run), expert};
+    return {run_start(run), multiplied_rows(run), expert};
   };
   std::int64_t longest = 0;
   for (std::int64_t expert = 0; expert < local; ++expert) {

@@ -6,8 +6,8 @@
 //   y = u, or (norm(u)) W_up;  + shared(x)
 //
 // with w_i = p_i, divided by their sum over T where renormalised; E_i a SwiGLU of width l -> m ->
-// l. Products run per (expert, sequences' quantum), with rows in order of position, padded by zero
-// rows to a multiple of kExpertRows; the experts' results of a token are added by ascending expert.
+// l. Products run per (expert, sequences' quantum), with rows in order of position that begin at a
+// multiple of kExpertRows; the experts' results of a token are added by ascending expert.
 // So a token's bits depend neither on the other tokens nor on how many ranks share the experts.
 #pragma once
 

@@ -11,9 +11,9 @@
 #include "runtime/products.h"
 #include "tests/layers/count_allocations.h"
 #include "tests/layers/oracle.h"
-#include "tests/layers/targets.h"
 #include "tests/layers/testing.h"
 #include "tests/reference/experts.h"
+#include "tests/targets.h"
 
 namespace tessera::testing {
 namespace {

@@ -1,4 +1,4 @@
-#include "tests/layers/targets.h"
+#include "tests/targets.h"
 
 #include "layers/mixers/mixers.h"
 #include "layers/swiglu/swiglu.h"
