@@ -179,10 +179,14 @@ namespace {
 // The library serves CPUs with AVX-512. Elsewhere it has no products of bf16, and those of f32 take
 // longer than our own: both measured in docs/benchmarks.md, as is what AMX's tiles gain.
 bool library_serves() {
+#if defined(__x86_64__)
   static const bool serves = __builtin_cpu_supports("avx512bw") != 0 &&
                              __builtin_cpu_supports("avx512vl") != 0 &&
                              __builtin_cpu_supports("avx512dq") != 0;
   return serves;
+#else
+  return false;
+#endif
 }
 
 // This CPU's own kernels, if it has any.
@@ -376,6 +380,7 @@ void product(Worker& worker, const Factor& a, const Factor& b, Matrix c, bool ac
     return;
   }
   TESSERA_CHECK(a.inner_ == b.inner_ && c.rows == a.extent_ && c.columns == b.extent_);
+  if (c.rows == 0 || c.columns == 0) return;
   own_kernels()->multiply(c.rows, c.columns, a.inner_, a.rows(), {b.packed_, b.inner_}, result(c),
                           accumulate, worker.products().scratch(1, packed_room(c.rows, c.columns)));
 }
