@@ -381,6 +381,10 @@ void product(Worker& worker, const Factor& a, const Factor& b, Matrix c, bool ac
   }
   TESSERA_CHECK(a.inner_ == b.inner_ && c.rows == a.extent_ && c.columns == b.extent_);
   if (c.rows == 0 || c.columns == 0) return;
+  if (a.inner_ == 0) {
+    if (!accumulate) clear_rows(c, 0);
+    return;
+  }
   own_kernels()->multiply(c.rows, c.columns, a.inner_, a.rows(), {b.packed_, b.inner_}, result(c),
                           accumulate, worker.products().scratch(1, packed_room(c.rows, c.columns)));
 }

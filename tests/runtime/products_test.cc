@@ -231,6 +231,19 @@ TYPED_TEST(Factors, GiveThePlainProduct) {
   }
 }
 
+TYPED_TEST(Factors, WithoutTermsGiveZeros) {
+  Worker worker(0);
+  std::vector<TypeParam> none(1);
+  FactorRoom room_a(5, 0), room_b(3, 0);
+  const Factor left = Factor::left({none.data(), 5, 0, 1}, Transpose::kNo, room_a.data());
+  const Factor right = Factor::right({none.data(), 0, 3, 3}, Transpose::kNo, room_b.data());
+  std::vector<float> c(15, 2.0F);
+  product(worker, left, right, {c.data(), 5, 3, 3}, true);
+  EXPECT_EQ(c, std::vector<float>(15, 2.0F));
+  product(worker, left, right, {c.data(), 5, 3, 3}, false);
+  EXPECT_EQ(c, std::vector<float>(15, 0.0F));
+}
+
 TYPED_TEST(Factors, AreWrittenByRowsAndTurned) {
   Worker worker(0);
   for (const auto& [m, k] : std::vector<std::pair<std::int64_t, std::int64_t>>{
