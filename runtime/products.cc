@@ -418,7 +418,7 @@ namespace {
 // Pieces of a product's output: the cut depends on the shape alone.
 constexpr std::int64_t kPieceRows = 128;
 constexpr std::int64_t kPieceColumns = 512;
-constexpr std::int64_t kPackedPiece = 128;    // of the larger extent; twice for long sums
+constexpr std::int64_t kPackedPiece = 128;    // of the larger extent
 constexpr std::int64_t kPackedWindow = 2048;  // terms that are packed at a time
 
 std::int64_t pieces_of(std::int64_t extent, std::int64_t size) {
@@ -467,6 +467,9 @@ void packed_product(Queue& queue, const PackedKernels& own, Matrix a, bool trans
   };
   const std::int64_t shared_extent = std::min(c.rows, c.columns);
   const std::int64_t extent = std::max(c.rows, c.columns);
+  // On tiles a piece of long sums is worth more rows.
+  const bool doubled = own.element == DType::kBF16 && k > kPackedDepth && extent > kPackedPiece;
+  const std::int64_t size = doubled ? 2 * kPackedPiece : kPackedPiece;
   // Sums in f32 go on from where they were, so that a part of the terms at a time is packed.
   const bool in_parts = c.dtype == DType::kF32;
   const std::int64_t window = in_parts ? std::min(k, kPackedWindow) : k;
@@ -485,9 +488,9 @@ void packed_product(Queue& queue, const PackedKernels& own, Matrix a, bool trans
                      : own.pack_rows(part_of_a(from, start), some, terms, to);
       });
     }
-    queue.parallel_for(pieces_of(extent, kPackedPiece), [&](std::int64_t piece, Worker& worker) {
-      const std::int64_t from = piece * kPackedPiece;
-      const std::int64_t some = std::min(kPackedPiece, extent - from);
+    queue.parallel_for(pieces_of(extent, size), [&](std::int64_t piece, Worker& worker) {
+      const std::int64_t from = piece * size;
+      const std::int64_t some = std::min(size, extent - from);
       std::byte* const packed = worker.products().scratch(0, factor_bytes(some, step));
       const Matrix part =
           shares_right ? block(c, from, some, 0, c.columns) : block(c, 0, c.rows, from, some);
