@@ -98,18 +98,18 @@ class Hosts:
             holder.stdin.close()
             assert holder.stdout.readline() == "ready\n", f"{name} couldn't be made"
             write(f"{folder}/{name}", str(holder.pid))
+        for host in range(count):
+            self._wait_for_link(host)
 
     def inside(self, host, command, cwd="/"):
         return ["nsenter", "-t", str(self._holders[host].pid), "-n", "-u", "-i", "-m",
                 f"--wdns={cwd}", *command]
 
     def on_bridge(self, *command):
-        return subprocess.run(["nsenter", "-t", str(self._bridge.pid), "-n", *command], check=True,
-                              capture_output=True, text=True).stdout
+        return output_of(["nsenter", "-t", str(self._bridge.pid), "-n", *command])
 
     def on(self, host, *command):
-        return subprocess.run(self.inside(host, command), check=True, capture_output=True,
-                              text=True).stdout
+        return output_of(self.inside(host, command))
 
     def processes(self, host):
         """What runs there, the holder apart: {pid: command line}."""
@@ -148,7 +148,21 @@ class Hosts:
 
     def mend(self, host):
         self.on_bridge("ip", "link", "set", self.names[host], "up")
+        self._wait_for_link(host)
         self.on_bridge("bridge", "link", "set", "dev", self.names[host], "state", "3")
+
+    def _wait_for_link(self, host):
+        """The kernel finds a link to be up some time after the command that asked for it; until
+        then the bridge lets nothing through and takes no state for the port ("Network is down").
+        """
+        end = time.time() + 30
+        while True:
+            [link] = json.loads(self.on_bridge("ip", "-j", "link", "show", self.names[host]))
+            if link["operstate"] == "UP":
+                return
+            if time.time() > end:
+                raise OSError(f"the link of {self.names[host]} is {link['operstate']}, not UP")
+            time.sleep(0.01)
 
     def close(self):
         for host in range(len(self.names)):
@@ -156,6 +170,13 @@ class Hosts:
         for holder in [*self._holders, self._bridge]:
             holder.kill()
             holder.wait()
+
+
+def output_of(command):
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    if done.returncode != 0:
+        raise OSError(f"{' '.join(command)}: exit code {done.returncode}: {done.stderr.strip()}")
+    return done.stdout
 
 
 def wait_for_namespace(process):
