@@ -133,7 +133,7 @@ double Trainer::measure_peak() {
     const auto measured = std::min(running, static_cast<std::int64_t>(usable_cores().size()));
     const Precision precision =
         stack_.compute() == DType::kBF16 ? Precision::kBF16 : Precision::kF32;
-    flops = static_cast<std::int64_t>(peak_flops(precision, static_cast<int>(measured), kVersion) *
+    flops = static_cast<std::int64_t>(measure_peak_flops(precision, static_cast<int>(measured)) *
                                       static_cast<double>(running) / static_cast<double>(measured));
   }
   communicator_.quiet_barrier("peak");

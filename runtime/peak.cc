@@ -54,16 +54,11 @@ HWY_AFTER_NAMESPACE();
 
 #if HWY_ONCE
 #include <sched.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
-#include <charconv>
 #include <chrono>
-#include <cmath>
-#include <cstdlib>
-#include <filesystem>
-#include <fstream>
+#include <string>
 #include <thread>
 #include <vector>
 
@@ -243,60 +238,6 @@ double best_rate(const Loop& loop, std::atomic<int>& waiting) {
   return best;
 }
 
-std::string cpu_model() {
-  std::ifstream file("/proc/cpuinfo");
-  for (std::string line; std::getline(file, line);) {
-    if (line.starts_with("model name")) {
-      const std::size_t colon = line.find(':');
-      return colon + 2 <= line.size() ? line.substr(colon + 2) : "";
-    }
-  }
-  return "";
-}
-
-// Only letters, digits and dots, for a file's name.
-std::string plain(std::string text) {
-  for (char& c : text) {
-    if (!std::isalnum(static_cast<unsigned char>(c)) && c != '.') c = '-';
-  }
-  return text;
-}
-
-// What a cache's file must hold, to the byte, before the rate: names alone may meet.
-std::string heading(const std::string& version, const std::string& instructions, int threads) {
-  return "tessera " + version + "\n" + cpu_model() + "\n" + instructions + ", " +
-         std::to_string(threads) + " threads, FLOP/s:\n";
-}
-
-// 0 when there is no such file or it isn't whole.
-double read_rate(const std::string& path, const std::string& expected_heading) {
-  std::error_code ignored;
-  if (!std::filesystem::is_regular_file(path, ignored)) return 0;
-  std::ifstream file(path, std::ios::binary);
-  std::string text(4096, '\0');
-  file.read(text.data(), static_cast<std::streamsize>(text.size()));
-  text.resize(static_cast<std::size_t>(file.gcount()));
-  if (!text.starts_with(expected_heading) || !text.ends_with("\n")) return 0;
-  double rate = 0;
-  const char* const begin = text.data() + expected_heading.size();
-  const char* const end = text.data() + text.size() - 1;
-  const auto [stop, error] = std::from_chars(begin, end, rate);
-  // What no machine reaches, or every one, isn't a measurement.
-  constexpr double kLeast = 1e7, kMost = 1e17;
-  return error == std::errc() && stop == end && rate > kLeast && rate < kMost ? rate : 0;
-}
-
-void write_rate(const std::string& folder, const std::string& path, const std::string& text) {
-  std::error_code ignored;
-  std::filesystem::create_directories(folder, ignored);
-  const std::string partial = path + "." + std::to_string(getpid());
-  std::ofstream file(partial, std::ios::binary);
-  file << text;
-  file.close();
-  if (file) std::filesystem::rename(partial, path, ignored);
-  if (!file || ignored) std::filesystem::remove(partial, ignored);
-}
-
 }  // namespace
 
 std::vector<int> usable_cores() {
@@ -332,33 +273,6 @@ double measure_peak_flops(Precision precision, int threads) {
   double sum = 0;
   for (const double rate : rates) sum += rate;
   return sum;
-}
-
-std::string default_cache_folder() {
-  const auto variable = [](const char* name) -> std::string {
-    const char* value = std::getenv(name);
-    return value == nullptr ? "" : value;
-  };
-  const std::string cache = variable("XDG_CACHE_HOME"), home = variable("HOME");
-  if (!cache.empty()) return cache + "/tessera";
-  return home.empty() ? "" : home + "/.cache/tessera";
-}
-
-double peak_flops(Precision precision, int threads, const std::string& program_version,
-                  const std::string& folder) {
-  if (folder.empty()) return measure_peak_flops(precision, threads);
-  const std::string instructions = peak_instructions(precision);
-  const int running = std::min(threads, static_cast<int>(usable_cores().size()));
-  const std::string path = folder + "/peak-" + plain(program_version) + "-" + plain(cpu_model()) +
-                           "-" + plain(instructions) + "-" + std::to_string(running) + ".txt";
-  const std::string expected = heading(program_version, instructions, running);
-  double rate = read_rate(path, expected);
-  if (rate > 0) return rate;
-  rate = measure_peak_flops(precision, threads);
-  char digits[64];
-  const auto end = std::to_chars(std::begin(digits), std::end(digits), rate).ptr;
-  write_rate(folder, path, expected + std::string(digits, end) + "\n");
-  return rate;
 }
 
 }  // namespace tessera

@@ -18,16 +18,8 @@ std::string peak_instructions(Precision precision);
 std::vector<int> usable_cores();
 
 // Floating-point operations per second (a multiply-add is two) of `threads` threads that run at
-// once, on at most as many cores as the process may use. Takes about 30 ms of every core.
+// once, on at most as many cores as the process may use. Takes about 30 ms of every core, and so is
+// measured at every start: what a CPU calls itself doesn't tell how fast it is.
 double measure_peak_flops(Precision precision, int threads);
-
-// $XDG_CACHE_HOME/tessera, else $HOME/.cache/tessera, else "".
-std::string default_cache_folder();
-
-// The same, from a file in `folder` when one was left there by this version of the program on this
-// kind of CPU; else measured, and left there. A file that can't be read, written or understood only
-// means that the measurement is made again. Safe between processes.
-double peak_flops(Precision precision, int threads, const std::string& program_version,
-                  const std::string& folder = default_cache_folder());
 
 }  // namespace tessera
