@@ -219,18 +219,22 @@ def steps_in_metrics(folder):
 def main(namespace):
     global TESSERA, FOLDER
     TESSERA = os.path.abspath(sys.argv[1])
-    wanted = sys.argv[2:]
+    tests = [name for name in namespace if name.startswith("test_")]
+    wanted = sys.argv[2:] or tests
+    unknown = [name for name in wanted if name not in tests]
+    if unknown:
+        sys.exit(f"no such test: {' '.join(unknown)}")
     FOLDER = tempfile.mkdtemp(prefix="tessera-test-")
     failed = []
     try:
-        for name, function in list(namespace.items()):
-            if not name.startswith("test_") or (wanted and name not in wanted):
+        for name in tests:
+            if name not in wanted:
                 continue
             start = time.time()
             try:
-                function()
+                namespace[name]()
                 verdict = "ok"
-            except (AssertionError, subprocess.TimeoutExpired, OSError) as error:
+            except (AssertionError, subprocess.SubprocessError, OSError) as error:
                 failed.append(name)
                 verdict = f"FAILED: {error}"
             print(f"{name} ({time.time() - start:.1f} s): {verdict}", flush=True)
