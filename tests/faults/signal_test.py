@@ -24,7 +24,7 @@ PHASES = {
     "before MPI": ("mpi MPI_Init_thread 1 1 1", [0]),
     "data opening": ("stat shards/prose/shard 0 1 1", [0]),
     "peak measurement": ("mpi MPI_Ibarrier 0 1 1", [0]),
-    "first step": ("read shard-000000 0 1 1", [0, 1]),
+    "first step": ("read /shard- 0 1 1", [0, 1]),
     "middle of a step": ("mpi MPI_Isend 1 60 60", [0, 1, 2]),
     "wait for a slow rank": ("write metrics.jsonl 0 5 5", [4]),
     "validation": ("write metrics.jsonl#validation_loss 0 1 1", [3]),
